@@ -1,0 +1,40 @@
+# Every target sets up what it needs: a virtual environment with the versions of constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test test-slow lint format bench clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt pip hatchling editables
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[reproduce,dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/qclip reproduce --quick --out out/demo
+
+test: setup
+	$(BIN)/pytest
+
+test-slow: setup
+	$(BIN)/pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/python benchmarks/simulate.py
+
+clean:
+	rm -rf $(VENV) out build dist

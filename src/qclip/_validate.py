@@ -1,0 +1,92 @@
+"""One vocabulary of argument checks: each error names the argument, its value, the bound and the remedy."""
+
+import math
+import operator
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+
+
+def refuse(name: str, value: object, bound: str, remedy: str) -> ValueError:
+    """The error every check raises: ``raise refuse("p", 1.2, "in (0, 1)", "pass a fraction")``."""
+    return ValueError(f"{name} = {value!r} must be {bound}; {remedy}")
+
+
+def real(name: str, value: object, remedy: str = "pass a finite number") -> float:
+    """A finite float."""
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise refuse(name, value, "a number", remedy) from None
+    if not math.isfinite(number):
+        raise refuse(name, value, "finite", remedy)
+    return number
+
+
+def positive(name: str, value: object, remedy: str = "pass a number above 0") -> float:
+    """A finite float above 0."""
+    number = real(name, value, remedy)
+    if number <= 0:
+        raise refuse(name, value, "> 0", remedy)
+    return number
+
+
+def nonnegative(name: str, value: object, remedy: str = "pass 0 or more") -> float:
+    """A finite float, 0 or more."""
+    number = real(name, value, remedy)
+    if number < 0:
+        raise refuse(name, value, ">= 0", remedy)
+    return number
+
+
+def between(name: str, value: object, low: float, high: float, remedy: str, *, closed: str = "") -> float:
+    """A float strictly inside (low, high); ``closed`` may hold "low", "high" or "both" to admit the ends."""
+    number = real(name, value, remedy)
+    low_closed, high_closed = closed in ("low", "both"), closed in ("high", "both")
+    above = number >= low if low_closed else number > low
+    below = number <= high if high_closed else number < high
+    if not (above and below):
+        interval = f"{'[' if low_closed else '('}{low:g}, {high:g}{']' if high_closed else ')'}"
+        raise refuse(name, value, f"in {interval}", remedy)
+    return number
+
+
+def quantile(name: str, value: object) -> float:
+    """A quantile level, strictly between 0 and 1."""
+    return between(name, value, 0, 1, "it is the fraction of examples left unclipped, such as 0.5")
+
+
+def count(name: str, value: object, remedy: str = "pass a whole number of at least 1", *, least: int = 1) -> int:
+    """A whole number of at least ``least``; a float is accepted when it is whole."""
+    try:
+        number = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise refuse(name, value, "a whole number", remedy) from None
+    if number < least:
+        raise refuse(name, value, f">= {least}", remedy)
+    return number
+
+
+def choice(name: str, value: str, options: Iterable[str]) -> str:
+    """One of the named options."""
+    options = tuple(options)
+    if value not in options:
+        raise refuse(name, value, f"one of {', '.join(map(repr, options))}", "check the spelling")
+    return value
+
+
+def sequence(name: str, values: ArrayLike, *, low: float, high: float, remedy: str) -> Floats:
+    """A scalar or one-dimensional sequence, as an array of at least one value strictly inside (low, high)."""
+    array = np.atleast_1d(np.asarray(values, dtype=np.float64))
+    if array.ndim != 1 or array.size == 0:
+        raise refuse(name, f"array of shape {array.shape}", "a number or a non-empty 1-D sequence", remedy)
+    bad = ~((array > low) & (array < high))  # a NaN is bad too
+    if bad.any():
+        where = int(np.argmax(bad))
+        label = name if array.size == 1 else f"{name}[{where}]"
+        bound = f"in ({low:g}, {high:g})" if math.isfinite(high) else f"finite and > {low:g}"
+        raise refuse(label, float(array[where]), bound, remedy)
+    return array

@@ -1,0 +1,376 @@
+"""Theorems 1 and 2 and our sharper theorem: bounds on the gamma-weighted mean of ``E ||grad f||^2``.
+
+Every form of the theorem has one shape. With h = 1 - p, for steps that leave the contraction
+
+    c_t(beta) = w [ p_t - beta/2 - gamma_t L (drag + curvature p_t (p_t - beta)) ]  >=  c  >  0
+
+it says
+
+    (c/Gamma) sum gamma_t E||grad f||^2  <=  (w/Gamma) [ gap + sigma^2 sum gamma_t ( h_t^(2-2/q)/(2 beta) + gamma_t L v(h_t) ) ]
+
+so a form is five facts: w, drag, curvature, the largest gamma L, and v (`TheoremForm`). docs/theory.md proves each.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+
+from qclip import _validate as check
+from qclip._validate import Floats
+from qclip.theory.assumptions import Assumptions
+from qclip.theory.rates import FORMS, Form
+
+Sampling = Literal["poisson", "iid"]
+PerStep = float | Sequence[float] | Floats | Callable[[int], float]
+"""A number, one number per step, or a schedule (a function of the step)."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound on the gamma-weighted mean of ``E ||grad f||^2``, term by term, already divided by c.
+
+    ``optimisation`` shrinks with the number of steps, ``variance`` with the step size, ``bias`` with the clipped
+    fraction. ``beta`` and ``c`` are the constants of the theorem that it was evaluated at.
+    """
+
+    optimisation: float
+    variance: float
+    bias: float
+    beta: float = 0.0
+    c: float = 1.0
+
+    @property
+    def total(self) -> float:
+        """The bound: the three terms together."""
+        return self.optimisation + self.variance + self.bias
+
+    @property
+    def dominant(self) -> str:
+        """The name of the largest term."""
+        return max(("optimisation", "variance", "bias"), key=lambda term: getattr(self, term))
+
+    def one_run(self, confidence: float = 0.95) -> float:
+        """What a single run stays below with this probability (Markov's inequality on the expectation)."""
+        return self.total / (1 - check.between("confidence", confidence, 0, 1, "0.95 is usual"))
+
+
+@dataclass(frozen=True)
+class TheoremForm:
+    """One form of the theorem (see the module's docstring for where each field stands)."""
+
+    weight: float
+    drag: float
+    curvature: float
+    step_cap: float  # gamma L is at most this
+    variance: Callable[[Floats, Floats], Floats]  # v(h_lo, h_hi): 1 - p_lo, and 1 - p_hi in negative powers
+
+    def contraction(self, gamma_L: Floats, p: Floats, beta: float | Floats) -> Floats:
+        return self.weight * (p - beta / 2 - gamma_L * (self.drag + self.curvature * p * (p - beta)))
+
+
+def _theorem1(a: Assumptions) -> TheoremForm:
+    return TheoremForm(2, 1, 0, np.inf, lambda _, h: h ** (-2 / a.q))
+
+
+def _theorem2(a: Assumptions, batch_size: float, noise_multiplier: float) -> TheoremForm:
+    # sigma_DP is relative to the mean of the batch, hence noise_multiplier / batch_size (erratum B).
+    S = 1 / batch_size + (noise_multiplier / batch_size) ** 2
+    return TheoremForm(1, 2 * S, 0, np.inf, lambda _, h: 2 * S * h ** (-2 / a.q))
+
+
+def _corrected(a: Assumptions, batch_size: float, noise_multiplier: float, dim: int) -> TheoremForm:
+    S = 1 / batch_size + dim * (noise_multiplier / batch_size) ** 2
+    return TheoremForm(1, 1 + S, 0, np.inf, lambda h_lo, h: S * h ** (-2 / a.q) + h_lo ** (2 - 2 / a.q))
+
+
+def _sharp(a: Assumptions, batch_size: float, noise_multiplier: float, dim: int, sampling: Sampling) -> TheoremForm:
+    q = a.q
+    S_z = dim * (noise_multiplier / batch_size) ** 2
+    tail = 2 ** (1 - q) / batch_size  # of Var(clipped) <= (2 tau)^(2-q) sigma^q
+    repeat = 1 + 1 / batch_size if sampling == "poisson" else 1.0  # Poisson sums vary with their size too
+
+    def variance(_: Floats, h: Floats) -> Floats:
+        return tail * (h ** (1 - 2 / q) + (1 - q / 2) * h ** (2 - 2 / q)) + S_z * h ** (-2 / q)
+
+    return TheoremForm(1, S_z + tail * (1 - q / 2), repeat / 2, 1 / repeat, variance)
+
+
+def _plain_form(a: Assumptions, form: Form) -> TheoremForm:
+    """QC-SGD: one example a step and no noise."""
+    if check.choice("form", form, FORMS) == "printed":
+        return _theorem1(a)
+    return private_form(a, batch_size=1, noise_multiplier=0, dim=1, form=form, sampling="iid")
+
+
+def private_form(
+    a: Assumptions, *, batch_size: float, noise_multiplier: float, dim: int, form: Form, sampling: Sampling
+) -> TheoremForm:
+    """The form of the theorem for DP-QC-SGD with these public constants."""
+    batch_size = check.positive("batch_size", batch_size, "it is the expected number of examples a step")
+    noise_multiplier = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
+    dim = check.count("dim", dim, "it is the number of trainable parameters")
+    check.choice("sampling", sampling, ("poisson", "iid"))
+    if check.choice("form", form, FORMS) == "printed":
+        return _theorem2(a, batch_size, noise_multiplier)
+    if form == "corrected":
+        return _corrected(a, batch_size, noise_multiplier, dim)
+    return _sharp(a, batch_size, noise_multiplier, dim, sampling)
+
+
+def max_step(
+    a: Assumptions, p: float, beta: float | None = None, c: float | None = None, form: Form = "sharp"
+) -> float:
+    """The largest step size for which the theorem on QC-SGD holds at quantile p.
+
+    Without ``beta`` and ``c`` it is the supremum over them: below it some choice works, at it none does (unless
+    the limit is the 1/L of the sharp form).
+
+    >>> a = Assumptions(L=2, sigma=1, q=2, gap=1)
+    >>> max_step(a, p=0.5, beta=0.2, c=0.3, form="printed")  # (2p - beta - c) / (2L)
+    0.125
+    """
+    return _max_step(_plain_form(a, form), a, p, beta, c)
+
+
+def max_step_private(
+    a: Assumptions,
+    p: float,
+    beta: float | None = None,
+    c: float | None = None,
+    *,
+    batch_size: float,
+    noise_multiplier: float,
+    dim: int,
+    form: Form = "sharp",
+    sampling: Sampling = "poisson",
+) -> float:
+    """The largest step size for which the theorem on DP-QC-SGD holds at quantile p (see `max_step`)."""
+    rule = private_form(
+        a, batch_size=batch_size, noise_multiplier=noise_multiplier, dim=dim, form=form, sampling=sampling
+    )
+    return _max_step(rule, a, p, beta, c)
+
+
+def bound(
+    a: Assumptions,
+    gammas: PerStep,
+    ps: PerStep,
+    beta: float | None = None,
+    c: float | None = None,
+    *,
+    steps: int | None = None,
+    form: Form = "sharp",
+    p_hi: PerStep | None = None,
+) -> Bound:
+    """Theorem 1: what QC-SGD with one example a step guarantees.
+
+    ``gammas`` and ``ps``: numbers or schedules with ``steps=``, or one value per step. ``beta`` and ``c`` default
+    to the best ones. With an inexact quantile pass ``p_hi`` too: ``ps`` then bounds P(||g|| <= tau_t) from below
+    and ``p_hi`` bounds P(||g|| < tau_t) from above, for a tau_t fixed before the sample.
+
+    >>> a = Assumptions(L=1, sigma=1, q=2, gap=1)
+    >>> b = bound(a, 0.01, 0.9, beta=0.5, c=1.0, steps=1000, form="printed")
+    >>> [round(term, 6) for term in (b.optimisation, b.variance, b.bias, b.total)]  # 2F/gT, 2gLs^2/h, s^2 h/beta
+    [0.2, 0.2, 0.2, 0.6]
+    """
+    return _bound(_plain_form(a, form), a, gammas, ps, beta, c, steps, p_hi)
+
+
+def bound_private(
+    a: Assumptions,
+    gammas: PerStep,
+    ps: PerStep,
+    beta: float | None = None,
+    c: float | None = None,
+    *,
+    batch_size: float,
+    noise_multiplier: float,
+    dim: int,
+    steps: int | None = None,
+    form: Form = "sharp",
+    sampling: Sampling = "poisson",
+    p_hi: PerStep | None = None,
+) -> Bound:
+    """Theorem 2: what DP-QC-SGD guarantees. "printed" is false for large batches or dimensions (errata C, D).
+
+    ``noise_multiplier`` is relative to the sum of the batch, as accountants have it; the paper's sigma_DP is
+    ``noise_multiplier / batch_size``. ``noise_multiplier=0`` is mini-batch QC-SGD.
+    """
+    rule = private_form(
+        a, batch_size=batch_size, noise_multiplier=noise_multiplier, dim=dim, form=form, sampling=sampling
+    )
+    return _bound(rule, a, gammas, ps, beta, c, steps, p_hi)
+
+
+def _max_step(rule: TheoremForm, a: Assumptions, p: float, beta: float | None, c: float | None) -> float:
+    p = check.quantile("p", p)
+    beta, c = beta or 0.0, c or 0.0
+    _check_constants(rule, p, beta, c)
+    room = p - beta / 2 - c / rule.weight
+    drag = rule.drag + rule.curvature * p * (p - beta)
+    return min(rule.step_cap, room / drag if drag > 0 else np.inf) / a.L
+
+
+def _check_constants(rule: TheoremForm, p: float, beta: float, c: float) -> None:
+    """Refuse a beta and c that leave no step size at quantile p (the smallest one of a run)."""
+    check.between("beta", beta, 0, 1, "beta trades the bias term against the step size", closed="low")
+    check.nonnegative("c", c, "c is the contraction that is left; leave it out for the best one")
+    if rule.curvature and beta > p:
+        raise check.refuse("beta", beta, f"at most p = {p:g}", "lower beta, raise p, or leave beta out")
+    if beta / 2 + c / rule.weight > p:
+        name, text = ("beta + c", "2p") if rule.weight == 2 else ("beta/2 + c", "p")
+        value = rule.weight * (beta / 2 + c / rule.weight)
+        raise check.refuse(name, value, f"at most {text} = {rule.weight * p:g}", "lower beta or c, or raise p")
+
+
+def per_step(name: str, values: PerStep, steps: int | None, *, high: float, remedy: str) -> Floats:
+    """The values as an array: one value (a constant), or one per step."""
+    if callable(values):
+        values = [values(t) for t in range(check.count("steps", steps, f"a schedule {name} needs the number of steps"))]
+    return check.sequence(name, values, low=0, high=high, remedy=remedy)
+
+
+def align(
+    gammas: PerStep, ps: PerStep, p_hi: PerStep | None, steps: int | None
+) -> tuple[Floats, Floats, Floats, Floats]:
+    """gamma, p and p_hi as arrays of one length, and how many steps each entry stands for."""
+    quantile_remedy = "a quantile is the fraction of examples left unclipped, such as 0.5"
+    gamma = per_step("gamma", gammas, steps, high=np.inf, remedy="a step size is positive")
+    p = per_step("p", ps, steps, high=1, remedy=quantile_remedy)
+    upper = p if p_hi is None else per_step("p_hi", p_hi, steps, high=1, remedy=quantile_remedy)
+    lengths = {array.size for array in (gamma, p, upper)} - {1}
+    if len(lengths) > 1:
+        raise check.refuse("lengths of gammas and ps", sorted(lengths), "equal", "give one value per step in each")
+    length = lengths.pop() if lengths else 1
+    counts = np.ones(length)
+    if length == 1:
+        remedy = "say how many steps run with these constants, or give one value per step"
+        counts *= check.count("steps", steps, remedy)
+    elif steps is not None and steps != length:
+        raise check.refuse("steps", steps, f"{length}, the number of values given", "leave steps out")
+    gamma, p, upper = (np.broadcast_to(array, length) for array in (gamma, p, upper))
+    if (upper < p).any():
+        raise check.refuse("p_hi", "a value below p", "at least p at every step", "swap the two, or widen the interval")
+    return gamma, p, upper, counts
+
+
+def _bound(
+    rule: TheoremForm,
+    a: Assumptions,
+    gammas: PerStep,
+    ps: PerStep,
+    beta: float | None,
+    c: float | None,
+    steps: int | None,
+    p_hi: PerStep | None,
+) -> Bound:
+    gamma, p, upper, counts = align(gammas, ps, p_hi, steps)
+    check_steps(rule, a, gamma * a.L, p, beta, c)
+    return assemble(rule, a, gamma, p, upper, counts, beta, c)
+
+
+def assemble(
+    rule: TheoremForm,
+    a: Assumptions,
+    gamma: Floats,
+    p: Floats,
+    upper: Floats,
+    counts: Floats,
+    beta: float | None = None,
+    c: float | None = None,
+) -> Bound:
+    """The bound of a run that makes ``counts[i]`` steps with ``gamma[i]`` and an unclipped fraction in [p, upper][i]."""
+    h_lo, h_hi, gamma_L = 1 - p, 1 - upper, gamma * a.L
+    length = float(counts @ gamma)
+    weights = counts * gamma / length
+    optimisation = rule.weight * a.gap / length
+    variance = rule.weight * a.sigma**2 * float(weights @ (gamma_L * rule.variance(h_lo, h_hi)))
+    bias = rule.weight * a.sigma**2 / 2 * float(weights @ h_lo ** (2 - 2 / a.q))
+    return divide(rule, gamma_L, p, optimisation, variance, bias, beta, c)
+
+
+def divide(
+    rule: TheoremForm,
+    gamma_L: Floats,
+    p: Floats,
+    optimisation: float,
+    variance: float,
+    bias: float,
+    beta: float | None = None,
+    c: float | None = None,
+) -> Bound:
+    """The bound whose terms, before the division by c, are ``optimisation``, ``variance`` and ``bias / beta``."""
+    if beta is None:
+        beta = _best_beta(rule, gamma_L, p, optimisation + variance, bias, c)
+    if c is None:
+        c = float(rule.contraction(gamma_L, p, beta).min())
+    return Bound(optimisation / c, variance / c, bias / (beta * c) if bias else 0.0, beta, c)
+
+
+def check_steps(
+    rule: TheoremForm, a: Assumptions, gamma_L: Floats, p: Floats, beta: float | None, c: float | None
+) -> None:
+    """Refuse a step size for which the theorem does not hold with these beta and c (or with any)."""
+    _check_constants(rule, float(p.min()), beta or 0.0, c or 0.0)
+    left = rule.contraction(gamma_L, p, beta or 0.0) - (c or 0.0)
+    # With c given the condition may hold with equality; rounding must not turn that into a refusal.
+    short = left < -1e-12 if c is not None else left <= 0
+    bad = short | (gamma_L > rule.step_cap * (1 + 1e-12))
+    if bad.any():
+        t = int(np.argmax(bad))
+        limit = _max_step(rule, a, float(p[t]), beta, c)
+        name = "gamma" if gamma_L.size == 1 else f"gamma[{t}]"
+        remedy = f"lower the step size{'' if c is None else ', or c'}, or raise p = {p[t]:g} (see max_step)"
+        raise check.refuse(name, float(gamma_L[t] / a.L), f"below {limit:.6g} at p = {p[t]:g}", remedy)
+
+
+def _best_beta(rule: TheoremForm, gamma_L: Floats, p: Floats, fixed: float, bias: float, c: float | None) -> float:
+    """The beta that minimises ``(fixed + bias/beta) / c(beta)``, c(beta) = min_t of the contraction.
+
+    The quotient of a convex and a concave positive function is quasi-convex, so there is one minimum.
+    """
+    if bias == 0:
+        return 0.0  # nothing to split: the term vanishes for every beta and the contraction is best at 0
+    at_zero, slope = contraction_line(rule, gamma_L, p)
+    ceiling = float(p.min()) if rule.curvature else 1.0
+    if c is not None:  # the bound falls with beta: take the largest that leaves c
+        room = (at_zero - c) / np.maximum(slope, 1e-300)
+        return min(ceiling, float(room.min()))
+    if p.size == 1:
+        return float(best_beta_constant(at_zero, slope, fixed, bias, ceiling)[0])
+
+    def log_bound(log_beta: float) -> float:
+        beta = np.exp(log_beta)
+        left = (at_zero - slope * beta).min()
+        return np.log(fixed + bias / beta) - np.log(left) if left > 0 else np.inf
+
+    # The best beta of each step taken alone brackets the best beta of all of them.
+    alone = best_beta_constant(at_zero, slope, fixed, bias, ceiling)
+    low, high = np.log(alone.min()), np.log(alone.max())
+    if high - low < 1e-12:
+        return float(alone[0])
+    found = minimize_scalar(log_bound, bounds=(low, high), method="bounded", options={"xatol": 1e-10})
+    return float(np.exp(found.x))
+
+
+def contraction_line(rule: TheoremForm, gamma_L: Floats, p: Floats) -> tuple[Floats, Floats]:
+    """The contraction is a straight line in beta: its value at 0, and minus its slope."""
+    at_zero = rule.contraction(gamma_L, p, 0.0)
+    return at_zero, rule.weight * (0.5 - gamma_L * rule.curvature * p)
+
+
+def best_beta_constant(
+    at_zero: Floats, slope: Floats, fixed: float | Floats, bias: float | Floats, ceiling: float | Floats
+) -> Floats:
+    """The minimiser over beta of ``(fixed + bias/beta) / (at_zero - slope beta)``, at most ``ceiling``.
+
+    The derivative vanishes where ``slope fixed beta^2 + 2 slope bias beta = bias at_zero``; this root is written
+    so that it neither divides by 0 nor cancels.
+    """
+    root = np.sqrt((slope * bias) ** 2 + slope * fixed * bias * at_zero)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        beta = np.where(slope > 0, bias * at_zero / (slope * bias + root), np.inf)
+    return np.minimum(beta, ceiling)

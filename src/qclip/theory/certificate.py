@@ -1,0 +1,92 @@
+"""What a finished run is known to have achieved, from the public values it recorded."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.stats import norm
+
+from qclip import _validate as check
+from qclip._validate import Floats
+from qclip.theory.assumptions import Assumptions
+from qclip.theory.bounds import Bound, TheoremForm, check_steps, divide
+
+
+def certificate(
+    a: Assumptions,
+    gammas: ArrayLike,
+    taus: ArrayLike,
+    clipped_fractions: ArrayLike,
+    *,
+    batch_size: float,
+    noise_multiplier: float,
+    dim: int | Sequence[int],
+    p_lo: float | None = None,
+    fraction_std: ArrayLike = 0.0,
+    confidence: float = 0.95,
+) -> Bound:
+    """The bound that a run's own thresholds certify, on the gamma-weighted mean of ``E ||grad f||^2``.
+
+    No power of 1/(1-p) enters: the recorded tau_t stand where the theorem has to bound them, and only the
+    gamma-weighted mean of the clipped fraction matters. ``taus[t]`` was fixed before step t;
+    ``clipped_fractions[t]`` estimates ``P(||g|| > tau_t)`` with standard deviation ``fraction_std`` (scalar or per
+    step; its sampling and its privacy noise together). Noisy fractions are widened so that, with probability
+    ``confidence``, the mean fraction and every ``p_lo`` hold at once. ``p_lo``: a lower bound on every unclipped
+    fraction, where one is known. With groups, ``taus`` and ``clipped_fractions`` are [steps, groups] and ``dim`` has
+    one dimension per group.
+
+    It bounds the expectation over runs; `Bound.one_run` gives what a single run satisfies.
+    """
+    tau, fraction = _matrix("taus", taus), _matrix("clipped_fractions", clipped_fractions)
+    steps, groups = tau.shape
+    gamma = check.sequence("gammas", gammas, low=0, high=np.inf, remedy="a step size is positive")
+    dims = np.array([check.count("dim", d, "give the number of parameters (of each group)") for d in np.atleast_1d(np.asarray(dim, dtype=object))], dtype=float)  # fmt: skip
+    if gamma.size not in (1, steps) or fraction.shape != tau.shape or dims.size != groups:
+        shapes = f"gammas {gamma.shape}, taus {tau.shape}, clipped_fractions {fraction.shape}, dim {dims.shape}"
+        raise check.refuse("shapes", shapes, "one row per step and one column per group", "record all of them each step")
+    if not ((tau > 0) & np.isfinite(tau)).all():
+        raise check.refuse("taus", float(tau.min()), "finite and > 0 at every step", "check what was recorded")
+    if not np.isfinite(fraction).all():
+        raise check.refuse("clipped_fractions", "NaN or infinite", "finite", "check what was recorded")
+    gamma = np.broadcast_to(gamma, steps)
+    B = check.positive("batch_size", batch_size, "it is the expected number of examples a step")
+    z = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
+
+    h = fraction.max(axis=1)  # of the most clipped group
+    mean_margin, step_margin = _margins(gamma, fraction_std, steps, groups, confidence)
+    mean_clipped = float(np.clip(gamma @ h / gamma.sum() + mean_margin, 0, 1))
+    if p_lo is None:
+        lowest = float((1 - h - step_margin).min())
+        remedy = "pass p_lo, a lower bound that you know, or record less noisy fractions"
+        p_lo = check.between("lowest unclipped fraction less its margin", lowest, 0, 1, remedy, closed="high")
+    p = np.array([check.between("p_lo", p_lo, 0, 1, "it bounds every unclipped fraction from below", closed="high")])
+
+    power_t = (tau**2).sum(axis=1) / B + (z / B * tau @ np.sqrt(dims)) ** 2
+    worst = np.array([gamma.max() * a.L])
+    rule = TheoremForm(weight=1, drag=0, curvature=0.5, step_cap=1, variance=lambda _, h: h)
+    check_steps(rule, a, worst, p, None, None)
+    optimisation = a.gap / float(gamma.sum())
+    variance = a.L / 2 * float(gamma**2 @ power_t) / gamma.sum()
+    bias = a.sigma**2 * mean_clipped ** (2 - 2 / a.q) / 2
+    return divide(rule, worst, p, optimisation, variance, bias)
+
+
+def _matrix(name: str, values: ArrayLike) -> Floats:
+    array = np.asarray(values, dtype=np.float64)
+    array = array[:, None] if array.ndim == 1 else array
+    if array.ndim != 2 or array.size == 0:
+        raise check.refuse(name, f"array of shape {np.shape(values)}", "[steps] or [steps, groups]", "record each step")
+    return array
+
+
+def _margins(
+    gamma: Floats, std: ArrayLike, steps: int, groups: int, confidence: float
+) -> tuple[float, Floats]:
+    """Margins on the mean clipped fraction and on each step's, that hold together with this confidence."""
+    alpha = 1 - check.between("confidence", confidence, 0, 1, "0.95 is usual")
+    std = np.broadcast_to(np.asarray(std, dtype=np.float64), steps)
+    if not (std >= 0).all():
+        raise check.refuse("fraction_std", float(np.min(std)), ">= 0", "it is a standard deviation")
+    mean_std = float(np.sqrt(gamma**2 @ std**2) / gamma.sum())
+    # The largest of a step's K noisy fractions is only widened by what one of them is: the union is over K.
+    return float(norm.isf(alpha / 2 / groups)) * mean_std, norm.isf(alpha / 2 / (steps * groups)) * std

@@ -1,0 +1,313 @@
+"""Choosing the step size and the quantile: what minimises the bound, and the steps a target takes."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+from scipy.optimize import minimize
+
+from qclip import _validate as check
+from qclip._validate import Floats
+from qclip.theory.assumptions import Assumptions
+from qclip.theory.bounds import (
+    Bound,
+    Sampling,
+    TheoremForm,
+    best_beta_constant,
+    assemble,
+    bound_private,
+    contraction_line,
+    max_step_private,
+    private_form,
+)
+from qclip.theory.rates import Form, rates
+
+MOST_STEPS = 10**15
+
+
+@dataclass(frozen=True)
+class Privacy:
+    """A budget: ``epsilon`` and ``delta`` for a dataset of ``examples``, whatever the number of steps."""
+
+    epsilon: float
+    delta: float
+    examples: int
+
+    def noise_multiplier(self, batch_size: float, steps: int) -> float:
+        """The noise that ``steps`` steps at this batch size need."""
+        from qclip import accounting  # dp-accounting takes a second to import: only those with a budget wait
+
+        rate = batch_size / self.examples
+        return accounting.noise_multiplier(epsilon=self.epsilon, delta=self.delta, sample_rate=rate, steps=steps)
+
+
+@dataclass(frozen=True)
+class CoupledPlan:
+    """Constants for a run whose length is not known, and the bound they give at the planned length.
+
+    ``gamma_t = step_size (t+1)^(theta-1)``; ``1 - p_t = clipped_fraction (t+1)^nu``, or constant when ``constant_p``
+    (in private runs: p_t -> 1 would let the threshold, and with it the noise, grow).
+    """
+
+    step_size: float
+    clipped_fraction: float
+    step_exponent: float
+    clipped_exponent: float
+    bound: Bound
+
+    @property
+    def constant_p(self) -> bool:
+        """Whether the quantile stays where it is."""
+        return self.clipped_exponent == 0
+
+
+@dataclass(frozen=True)
+class Move:
+    """How the optimum answers a change: factors on the step size, the clipped fraction and the bound."""
+
+    change: str
+    step_size: float
+    clipped_fraction: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The constant step size and quantile that minimise the bound, and everything they rest on."""
+
+    assumptions: Assumptions
+    steps: int
+    batch_size: float
+    noise_multiplier: float
+    dim: int
+    sampling: Sampling
+    form: Form
+    privacy: Privacy | None
+    gamma: float
+    p: float
+    bound: Bound
+
+    @property
+    def max_step(self) -> float:
+        """The step size at which the theorem stops holding for this quantile."""
+        return max_step_private(self.assumptions, self.p, **self._public())
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the bound would rather clip less than one example of a run in all: p stands at 1 - 1/steps."""
+        return bool((1 - self.p) * self.steps < 1.001)
+
+    def coupled(self) -> CoupledPlan:
+        """The best coupled schedules for an unknown horizon, their constants chosen at this plan's steps."""
+        return _plan_coupled(self)
+
+    def moves(self) -> list[Move]:
+        """How the optimum moves when the run, the noise or the problem changes by a factor of 2."""
+        again = partial(
+            plan, batch_size=self.batch_size, dim=self.dim, sampling=self.sampling, form=self.form,
+        )  # fmt: skip
+        noise = {"noise_multiplier": self.noise_multiplier}
+        budget = noise if self.privacy is None else {"privacy": self.privacy}
+        a = self.assumptions
+        changed = {
+            "twice the steps": again(a, steps=2 * self.steps, **budget),
+            "twice the gradient noise sigma": again(replace(a, sigma=2 * a.sigma), steps=self.steps, **noise),
+            "twice the distance gap": again(replace(a, gap=2 * a.gap), steps=self.steps, **noise),
+        }
+        if self.privacy is not None:
+            larger = replace(self.privacy, examples=2 * self.privacy.examples)
+            changed["twice the examples"] = again(a, steps=self.steps, privacy=larger)
+        elif self.noise_multiplier > 0:
+            changed["twice the noise multiplier"] = again(
+                a, steps=self.steps, noise_multiplier=2 * self.noise_multiplier
+            )
+        return [
+            Move(name, new.gamma / self.gamma, (1 - new.p) / (1 - self.p), new.bound.total / self.bound.total)
+            for name, new in changed.items()
+        ]
+
+    def _public(self) -> dict:
+        return {
+            "batch_size": self.batch_size,
+            "noise_multiplier": self.noise_multiplier,
+            "dim": self.dim,
+            "form": self.form,
+            "sampling": self.sampling,
+        }
+
+
+def plan(
+    a: Assumptions,
+    *,
+    steps: int | None = None,
+    target: float | None = None,
+    batch_size: float = 1,
+    dim: int = 1,
+    noise_multiplier: float = 0.0,
+    privacy: Privacy | None = None,
+    sampling: Sampling | None = None,
+    form: Form = "sharp",
+) -> Plan:
+    """The constant step size and quantile with the least bound; beta and c follow.
+
+    One of ``steps`` and ``target``: with ``target``, a value of the mean of ``E ||grad f||^2``, the plan takes the
+    fewest steps whose bound reaches it. ``privacy`` sets the noise multiplier from a budget. The quantile is at
+    most 1 - 1/steps: beyond it less than one example in the run of one would be clipped, which is plain SGD.
+
+    >>> p = plan(Assumptions(L=1, sigma=1, q=2, gap=1), steps=10_000)
+    >>> round(p.bound.total, 4), p.bound.dominant
+    (0.0155, 'optimisation')
+    >>> plan(Assumptions(L=1, sigma=1, q=2, gap=1), target=0.0156).steps < 10_000
+    True
+    """
+    if (steps is None) == (target is None):
+        raise check.refuse("steps, target", (steps, target), "given one at a time", "pass steps= or target=")
+    if privacy is not None and noise_multiplier:
+        remedy = "pass the budget or the noise it buys, not both"
+        raise check.refuse("noise_multiplier", noise_multiplier, "left out when privacy is given", remedy)
+    if privacy is not None:
+        _check_budget(privacy, batch_size)
+    private = privacy is not None or noise_multiplier > 0
+    sampling = sampling or ("poisson" if private else "iid")
+
+    def noise_for(steps: int) -> float:
+        return privacy.noise_multiplier(batch_size, steps) if privacy else noise_multiplier
+
+    public = {"batch_size": batch_size, "dim": dim, "form": form, "sampling": sampling}
+    if steps is not None:
+        steps = check.count("steps", steps, "a plan needs at least 2 steps", least=2)
+        return _plan_steps(a, steps, noise_for(steps), privacy, public)
+    target = check.positive("target", target, "it is a value of the mean of E||grad f||^2")
+    return _plan_target(a, target, noise_for, privacy, public)
+
+
+def _check_budget(privacy: Privacy, batch_size: float) -> None:
+    check.positive("epsilon", privacy.epsilon, "it is the privacy budget; 1 to 10 is usual")
+    check.between("delta", privacy.delta, 0, 1, "well below 1/(dataset size), such as 1e-5")
+    examples = check.count("examples", privacy.examples, "it is the size of the dataset")
+    if batch_size > examples:
+        raise check.refuse("batch_size", batch_size, f"at most examples = {examples}", "lower the batch size")
+
+
+def _plan_steps(
+    a: Assumptions, steps: int, noise_multiplier: float, privacy: Privacy | None, public: dict
+) -> Plan:
+    rule = private_form(a, noise_multiplier=noise_multiplier, **public)
+
+    def total(share: Floats, h: Floats) -> Floats:
+        # The step size as a share of the largest one, so that the search box does not depend on h.
+        limit = np.minimum(rule.step_cap, (1 - h) / (rule.drag + rule.curvature * (1 - h) ** 2))
+        return constant_total(rule, a, share * limit, h, steps)
+
+    share, h = _minimise(total, (1e-9, 1 - 1e-9), (1 / steps, 1 - 1e-6))
+    limit = max_step_private(a, 1 - h, noise_multiplier=noise_multiplier, **public)
+    found = bound_private(a, share * limit, 1 - h, steps=steps, noise_multiplier=noise_multiplier, **public)
+    return Plan(
+        assumptions=a, steps=steps, noise_multiplier=noise_multiplier, privacy=privacy,
+        gamma=share * limit, p=1 - h, bound=found, **public,
+    )  # fmt: skip
+
+
+def constant_total(rule: TheoremForm, a: Assumptions, gamma_L: Floats, h: Floats, steps: float) -> Floats:
+    """The bound at constant parameters and the best beta, over arrays; infinite where the theorem is silent."""
+    fixed = a.gap * a.L / (gamma_L * steps) + a.sigma**2 * gamma_L * rule.variance(h, h)
+    bias = a.sigma**2 / 2 * h ** (2 - 2 / a.q)
+    return _optimise_beta(rule, gamma_L, 1 - h, rule.weight * fixed, rule.weight * bias)
+
+
+def _optimise_beta(rule: TheoremForm, gamma_L: Floats, p: Floats, fixed: Floats, bias: Floats) -> Floats:
+    at_zero, slope = contraction_line(rule, gamma_L, p)
+    safe = np.maximum(at_zero, 1e-300)
+    beta = np.maximum(best_beta_constant(safe, slope, fixed, bias, p if rule.curvature else 1.0), 1e-300)
+    left = at_zero - slope * beta
+    return np.where((left > 0) & (gamma_L <= rule.step_cap), (fixed + bias / beta) / np.maximum(left, 1e-300), np.inf)
+
+
+def _minimise(
+    f: Callable[[Floats, Floats], Floats], box_x: tuple[float, float], box_y: tuple[float, float]
+) -> tuple[float, float]:
+    """The minimiser of f over a box, by a logarithmic grid that zooms in on its best cell."""
+    x_low, x_high, y_low, y_high = np.log([*box_x, *box_y])
+    box = (x_low, x_high, y_low, y_high)
+    x = y = 0.0
+    for _ in range(40):
+        xs, ys = np.linspace(x_low, x_high, 65), np.linspace(y_low, y_high, 65)
+        values = f(np.exp(xs)[:, None], np.exp(ys)[None, :])
+        i, j = np.unravel_index(int(np.argmin(values)), values.shape)
+        x, y = float(xs[i]), float(ys[j])
+        wide_x, wide_y = (x_high - x_low) / 8, (y_high - y_low) / 8
+        if max(wide_x, wide_y) < 1e-9:
+            break
+        x_low, x_high = max(box[0], x - wide_x), min(box[1], x + wide_x)
+        y_low, y_high = max(box[2], y - wide_y), min(box[3], y + wide_y)
+    return math.exp(x), math.exp(y)
+
+
+def _plan_target(
+    a: Assumptions,
+    target: float,
+    noise_for: Callable[[int], float],
+    privacy: Privacy | None,
+    public: dict,
+) -> Plan:
+    """The fewest steps whose plan reaches the target: doubling, then bisection."""
+
+    def at(steps: int) -> Plan:
+        return _plan_steps(a, steps, noise_for(steps), privacy, public)
+
+    low, best = 1, at(2)
+    while best.bound.total > target:
+        low, previous = best.steps, best
+        best = at(2 * low)
+        stuck = best.bound.total > previous.bound.total * (1 - 1e-3) and best.steps > 10**4
+        if stuck or best.steps > MOST_STEPS:
+            why = "at a fixed privacy budget the noise grows with the steps" if privacy else "it decays too slowly"
+            remedy = f"{why}: raise the target, the batch or the budget (more examples help most)"
+            floor = f"above {best.bound.total:.4g}, what the bound comes to at {best.steps:,} steps"
+            raise check.refuse("target", target, floor, remedy)
+    high = best.steps
+    # With a budget every probe costs seconds of accounting, so one per cent is close enough there.
+    while high - low > (max(1, high // 100) if privacy else 1):
+        middle = (low + high) // 2
+        candidate = at(max(2, middle))
+        if candidate.bound.total <= target:
+            high, best = middle, candidate
+        else:
+            low = middle
+    return best
+
+
+def _plan_coupled(base: Plan) -> CoupledPlan:
+    """Constants of ``gamma_t = g (t+1)^(theta-1)``, ``h_t = h (t+1)^nu`` with the least bound at ``base.steps``.
+
+    p_t rises and gamma_t falls, so the step-size condition is hardest at the first step.
+    """
+    a = base.assumptions
+    exponents = rates(a.q, base.form)
+    private = base.noise_multiplier > 0
+    step_exponent = -0.5 if private else exponents.theta - 1
+    clipped_exponent = 0.0 if private else exponents.nu
+    rule = private_form(a, **base._public())
+    times, counts = _time_grid(base.steps)
+
+    def constants(point: Floats) -> tuple[float, float]:
+        share, h = 1 / (1 + math.exp(-point[0])), math.exp(min(point[1], -1e-9))
+        return share * max_step_private(a, 1 - h, **base._public()), h
+
+    def evaluate(point: Floats) -> Bound:
+        step_size, h = constants(point)
+        p = 1 - h * times**clipped_exponent
+        return assemble(rule, a, step_size * times**step_exponent, p, p, counts)
+
+    found = minimize(lambda point: math.log(evaluate(point).total), x0=[-2.0, -1.0], method="Nelder-Mead")
+    return CoupledPlan(*constants(found.x), step_exponent, clipped_exponent, evaluate(found.x))
+
+
+def _time_grid(steps: int) -> tuple[Floats, Floats]:
+    """Times in 1..steps and how many steps each stands for: the early ones singly, the later ones in groups."""
+    edges = np.concatenate([np.arange(1, 200), np.geomspace(200, steps + 1, 600).round()]) if steps > 800 else None
+    edges = np.arange(1, steps + 2) if edges is None else np.unique(edges)
+    counts = np.diff(edges).astype(np.float64)
+    return edges[:-1] + (counts - 1) / 2, counts
