@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+from scipy.interpolate import PchipInterpolator
 from scipy.optimize import minimize
 
 from qclip import _validate as check
@@ -22,9 +23,10 @@ from qclip.theory.bounds import (
     max_step_private,
     private_form,
 )
-from qclip.theory.rates import Form, rates
+from qclip.theory.rates import rates
 
 MOST_STEPS = 10**15
+BUDGET_STEPS = (20, 500, 10_000, 200_000, 4_000_000)
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Plan:
-    """The constant step size and quantile that minimise the bound, and everything they rest on."""
+    """The constant step size and quantile that minimise the sharp bound, and everything they rest on."""
 
     assumptions: Assumptions
     steps: int
@@ -83,7 +85,6 @@ class Plan:
     noise_multiplier: float
     dim: int
     sampling: Sampling
-    form: Form
     privacy: Privacy | None
     gamma: float
     p: float
@@ -105,9 +106,7 @@ class Plan:
 
     def moves(self) -> list[Move]:
         """How the optimum moves when the run, the noise or the problem changes by a factor of 2."""
-        again = partial(
-            plan, batch_size=self.batch_size, dim=self.dim, sampling=self.sampling, form=self.form,
-        )  # fmt: skip
+        again = partial(plan, batch_size=self.batch_size, dim=self.dim, sampling=self.sampling)
         noise = {"noise_multiplier": self.noise_multiplier}
         budget = noise if self.privacy is None else {"privacy": self.privacy}
         a = self.assumptions
@@ -133,7 +132,6 @@ class Plan:
             "batch_size": self.batch_size,
             "noise_multiplier": self.noise_multiplier,
             "dim": self.dim,
-            "form": self.form,
             "sampling": self.sampling,
         }
 
@@ -148,7 +146,6 @@ def plan(
     noise_multiplier: float = 0.0,
     privacy: Privacy | None = None,
     sampling: Sampling | None = None,
-    form: Form = "sharp",
 ) -> Plan:
     """The constant step size and quantile with the least bound; beta and c follow.
 
@@ -175,7 +172,7 @@ def plan(
     def noise_for(steps: int) -> float:
         return privacy.noise_multiplier(batch_size, steps) if privacy else noise_multiplier
 
-    public = {"batch_size": batch_size, "dim": dim, "form": form, "sampling": sampling}
+    public = {"batch_size": batch_size, "dim": dim, "sampling": sampling}
     if steps is not None:
         steps = check.count("steps", steps, "a plan needs at least 2 steps", least=2)
         return _plan_steps(a, steps, noise_for(steps), privacy, public)
@@ -194,7 +191,7 @@ def _check_budget(privacy: Privacy, batch_size: float) -> None:
 def _plan_steps(
     a: Assumptions, steps: int, noise_multiplier: float, privacy: Privacy | None, public: dict
 ) -> Plan:
-    rule = private_form(a, noise_multiplier=noise_multiplier, **public)
+    rule = private_form(a, noise_multiplier=noise_multiplier, form="sharp", **public)
 
     def total(share: Floats, h: Floats) -> Floats:
         # The step size as a share of the largest one, so that the search box does not depend on h.
@@ -246,37 +243,41 @@ def _minimise(
 
 
 def _plan_target(
-    a: Assumptions,
-    target: float,
-    noise_for: Callable[[int], float],
-    privacy: Privacy | None,
-    public: dict,
+    a: Assumptions, target: float, noise_for: Callable[[int], float], privacy: Privacy | None, public: dict
 ) -> Plan:
-    """The fewest steps whose plan reaches the target: doubling, then bisection."""
+    """The fewest steps whose plan reaches the target: doubling, then bisection.
 
-    def at(steps: int) -> Plan:
-        return _plan_steps(a, steps, noise_for(steps), privacy, public)
+    A budget's noise multiplier takes seconds to find, so the search interpolates a few of them (it is a smooth
+    function of the steps) and only its answer is checked exactly.
+    """
+    rough = _interpolated(noise_for) if privacy else noise_for
+    most = BUDGET_STEPS[-1] if privacy else MOST_STEPS
 
-    low, best = 1, at(2)
-    while best.bound.total > target:
-        low, previous = best.steps, best
-        best = at(2 * low)
-        stuck = best.bound.total > previous.bound.total * (1 - 1e-3) and best.steps > 10**4
-        if stuck or best.steps > MOST_STEPS:
+    def reached(steps: int) -> bool:
+        return _plan_steps(a, steps, rough(steps), privacy, public).bound.total <= target
+
+    low, high = 1, 2
+    while not reached(high):
+        low, high = high, 2 * high
+        if high > most:
+            least = _plan_steps(a, low, rough(low), privacy, public).bound.total
             why = "at a fixed privacy budget the noise grows with the steps" if privacy else "it decays too slowly"
             remedy = f"{why}: raise the target, the batch or the budget (more examples help most)"
-            floor = f"above {best.bound.total:.4g}, what the bound comes to at {best.steps:,} steps"
-            raise check.refuse("target", target, floor, remedy)
-    high = best.steps
-    # With a budget every probe costs seconds of accounting, so one per cent is close enough there.
-    while high - low > (max(1, high // 100) if privacy else 1):
+            raise check.refuse("target", target, f"above {least:.4g}, the bound at {low:,} steps", remedy)
+    while high - low > 1:
         middle = (low + high) // 2
-        candidate = at(max(2, middle))
-        if candidate.bound.total <= target:
-            high, best = middle, candidate
-        else:
-            low = middle
-    return best
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    exact = _plan_steps(a, high, noise_for(high), privacy, public)
+    while exact.bound.total > target:
+        high = math.ceil(1.01 * high)
+        exact = _plan_steps(a, high, noise_for(high), privacy, public)
+    return exact
+
+
+def _interpolated(noise_for: Callable[[int], float]) -> Callable[[int], float]:
+    """``noise_for`` through a few exact values, in logarithms of both."""
+    noise = PchipInterpolator(np.log(BUDGET_STEPS), np.log([noise_for(steps) for steps in BUDGET_STEPS]))
+    return lambda steps: float(np.exp(noise(np.log(steps))))
 
 
 def _plan_coupled(base: Plan) -> CoupledPlan:
@@ -285,15 +286,15 @@ def _plan_coupled(base: Plan) -> CoupledPlan:
     p_t rises and gamma_t falls, so the step-size condition is hardest at the first step.
     """
     a = base.assumptions
-    exponents = rates(a.q, base.form)
+    exponents = rates(a.q)
     private = base.noise_multiplier > 0
     step_exponent = -0.5 if private else exponents.theta - 1
     clipped_exponent = 0.0 if private else exponents.nu
-    rule = private_form(a, **base._public())
+    rule = private_form(a, form="sharp", **base._public())
     times, counts = _time_grid(base.steps)
 
     def constants(point: Floats) -> tuple[float, float]:
-        share, h = 1 / (1 + math.exp(-point[0])), math.exp(min(point[1], -1e-9))
+        share, h = 1 / (1 + math.exp(-point[0])), math.exp(point[1])
         return share * max_step_private(a, 1 - h, **base._public()), h
 
     def evaluate(point: Floats) -> Bound:
@@ -301,7 +302,12 @@ def _plan_coupled(base: Plan) -> CoupledPlan:
         p = 1 - h * times**clipped_exponent
         return assemble(rule, a, step_size * times**step_exponent, p, p, counts)
 
-    found = minimize(lambda point: math.log(evaluate(point).total), x0=[-2.0, -1.0], method="Nelder-Mead")
+    found = minimize(
+        lambda point: math.log(evaluate(point).total),
+        x0=[-2.0, -1.0],
+        bounds=[(-30, 30), (-math.log(base.steps), -1e-9)],
+        method="Nelder-Mead",
+    )
     return CoupledPlan(*constants(found.x), step_exponent, clipped_exponent, evaluate(found.x))
 
 

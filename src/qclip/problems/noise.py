@@ -1,0 +1,366 @@
+"""Laws of the gradient noise, each with its exact moments and the exact quantiles of ``||grad + noise||``.
+
+Two geometries have norm laws that can be computed tightly: noise of uniform direction (`Gaussian`, `StudentT`), and
+noise along the first axis (`Pareto`, `Bernoulli`), where asymmetry makes the clipped mean biased.
+
+Shapes: ``g`` [..., d] holds gradients, one norm law each; ``xi`` [..., k] holds draws, which are added to the first
+k coordinates of a gradient (k is d or 1).
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from scipy import special
+
+from qclip import _validate as check
+from qclip._validate import Floats
+
+
+@dataclass(frozen=True)
+class ClipMoments:
+    """Exact moments of a clipped gradient: ``E min(1, tau/||g||)``, ``E clip(g)`` and ``E ||clip(g)||^2``."""
+
+    mean_factor: Floats
+    mean: Floats
+    second_moment: Floats
+
+
+class Noise(Protocol):
+    """A zero-mean law of gradient noise."""
+
+    @abstractmethod
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...], dim: int) -> Floats:
+        """Independent draws, shaped [*shape, k]."""
+
+    @abstractmethod
+    def sigma(self, q: float, dim: int) -> float:
+        """``(E ||xi||^q)^(1/q)``; infinite where that moment does not exist."""
+
+    @abstractmethod
+    def quantile(self, g: Floats, p: float | Floats) -> Floats:
+        """The lower p-quantile of ``||g + xi||``."""
+
+    @abstractmethod
+    def clip_moments(self, g: Floats, tau: float | Floats) -> ClipMoments:
+        """Moments of ``g + xi`` clipped at tau."""
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """``N(0, scale^2 I)``."""
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check.nonnegative("scale", self.scale, "it is a standard deviation; 0 means no noise")
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...], dim: int) -> Floats:
+        """Draws [*shape, dim]."""
+        draws = rng.standard_normal((*shape, dim))
+        draws *= self.scale
+        return draws
+
+    def sigma(self, q: float, dim: int) -> float:
+        """Moments of a chi law."""
+        log_moment = q / 2 * np.log(2) + special.gammaln((dim + q) / 2) - special.gammaln(dim / 2)
+        return self.scale * float(np.exp(log_moment / q))
+
+    def radius_sf(self, r: Floats, dim: int) -> Floats:
+        """``P(||xi|| > r)``."""
+        return special.gammaincc(dim / 2, (np.maximum(r, 0) / self.scale) ** 2 / 2)
+
+    def radius_ppf(self, u: Floats, dim: int) -> Floats:
+        """The radius that a fraction u stays below."""
+        return self.scale * np.sqrt(2 * special.gammaincinv(dim / 2, u))
+
+    def quantile(self, g: Floats, p: float | Floats) -> Floats:
+        """By quadrature over the direction."""
+        if self.scale == 0:
+            return np.linalg.norm(g, axis=-1)
+        return isotropic_quantile(self, g, p)
+
+    def clip_moments(self, g: Floats, tau: float | Floats) -> ClipMoments:
+        """By quadrature over direction and radius."""
+        return isotropic_clip_moments(self, g, tau)
+
+
+@dataclass(frozen=True)
+class StudentT:
+    """The multivariate Student t law: moments of order below ``df`` exist."""
+
+    df: float
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check.positive("df", self.df, "moments of order below df exist; above 1 for a mean")
+        check.positive("scale", self.scale)
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...], dim: int) -> Floats:
+        """Draws [*shape, dim]."""
+        draws = rng.standard_normal((*shape, dim))
+        draws *= self.scale / np.sqrt(rng.chisquare(self.df, shape) / self.df)[..., None]
+        return draws
+
+    def sigma(self, q: float, dim: int) -> float:
+        """Moments of the square root of an F law."""
+        if q >= self.df:
+            return np.inf
+        log_moment = (
+            q / 2 * np.log(self.df)
+            + special.gammaln((dim + q) / 2)
+            + special.gammaln((self.df - q) / 2)
+            - special.gammaln(dim / 2)
+            - special.gammaln(self.df / 2)
+        )
+        return self.scale * float(np.exp(log_moment / q))
+
+    def radius_sf(self, r: Floats, dim: int) -> Floats:
+        """``P(||xi|| > r)``."""
+        square = (np.maximum(r, 0) / self.scale) ** 2
+        return special.betainc(self.df / 2, dim / 2, self.df / (self.df + square))
+
+    def radius_ppf(self, u: Floats, dim: int) -> Floats:
+        """The radius that a fraction u stays below."""
+        y = special.betaincinv(dim / 2, self.df / 2, u)
+        return self.scale * np.sqrt(self.df * y / (1 - y))
+
+    def quantile(self, g: Floats, p: float | Floats) -> Floats:
+        """By quadrature over the direction."""
+        return isotropic_quantile(self, g, p)
+
+    def clip_moments(self, g: Floats, tau: float | Floats) -> ClipMoments:
+        """By quadrature over direction and radius."""
+        return isotropic_clip_moments(self, g, tau)
+
+
+@dataclass(frozen=True)
+class Pareto:
+    """A Pareto law along the first axis: a random sign (symmetric), or one-sided and centred (``one_sided``).
+
+    The size X has ``P(X > x) = (scale/x)^tail`` for x >= scale; the one-sided noise is ``X - E X``, whose long tail on
+    one side biases the clipped mean. Moments of order below ``tail`` exist.
+    """
+
+    tail: float
+    scale: float = 1.0
+    one_sided: bool = False
+
+    def __post_init__(self) -> None:
+        check.between("tail", self.tail, 1, np.inf, "the noise needs a mean: use a tail index above 1")
+        check.positive("scale", self.scale)
+
+    @property
+    def shift(self) -> float:
+        """What is subtracted to centre the noise."""
+        return self.scale * self.tail / (self.tail - 1) if self.one_sided else 0.0
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...], dim: int) -> Floats:
+        """Draws [*shape, 1]."""
+        size = self.scale * rng.random((*shape, 1)) ** (-1 / self.tail)
+        if self.one_sided:
+            return size - self.shift
+        return size * np.where(rng.random((*shape, 1)) < 0.5, -1.0, 1.0)
+
+    def sigma(self, q: float, dim: int) -> float:
+        """Closed form; for the one-sided law, with incomplete beta functions."""
+        a, mean = self.tail, self.shift
+        if q >= a:
+            return np.inf
+        if not self.one_sided:
+            return self.scale * float((a / (a - q)) ** (1 / q))
+        # With v = mean/x and w = 1 - 1/a: E|X-m|^q = C [ int_0^1 + int_1^(1/w) ] |1-v|^q v^(a-q-1) dv.
+        w = 1 - 1 / a
+        above = special.beta(a - q, q + 1)
+        nodes, weights = special.roots_jacobi(200, 0.0, q)  # (v-1)^q on [1, 1/w], the rest is smooth
+        width = 1 / w - 1
+        below = (width / 2) ** (q + 1) * float(weights @ (1 + width * (nodes + 1) / 2) ** (a - q - 1))
+        return mean * float((a * w**a * (above + below)) ** (1 / q))
+
+    def cdf(self, x: Floats) -> Floats:
+        """``P(xi <= x)``."""
+        x = np.asarray(x, dtype=np.float64) + self.shift
+        tail = 0.5 * (1 + self.one_sided) * (self.scale / np.maximum(np.abs(x), self.scale)) ** self.tail
+        return np.where(x >= self.scale, 1 - tail, 0.0 if self.one_sided else np.where(x <= -self.scale, tail, 0.5))
+
+    def quantile(self, g: Floats, p: float | Floats) -> Floats:
+        """By bisection of the closed-form law along the axis."""
+        axis = np.asarray(g[..., 0], dtype=np.float64)
+
+        def enough(k: Floats) -> Floats:
+            return self.cdf(k - axis) - self.cdf(-k - axis) >= p
+
+        far = (1 - np.asarray(p)) ** (-1 / self.tail)  # beyond this the tails hold less than 1 - p together
+        high = np.abs(axis) + self.shift + 2 * self.scale * far
+        return _with_rest(g, _bisect(enough, np.zeros_like(high), high))
+
+    def clip_moments(self, g: Floats, tau: float | Floats) -> ClipMoments:
+        """By quadrature in the probability."""
+        u, w = _unit_quadrature()
+        size = self.scale * u ** (-1 / self.tail)
+        if self.one_sided:
+            return _axis_clip_moments(g, tau, size - self.shift, w)
+        return _axis_clip_moments(g, tau, np.concatenate([size, -size]), np.concatenate([w, w]) / 2)
+
+
+@dataclass(frozen=True)
+class Bernoulli:
+    """A jump along the first axis with some probability, centred: two atoms."""
+
+    jump: float
+    probability: float
+
+    def __post_init__(self) -> None:
+        check.positive("jump", self.jump)
+        check.between("probability", self.probability, 0, 1, "both gradients must occur")
+
+    @property
+    def atoms(self) -> Floats:
+        """The two values: with the jump, and without."""
+        return np.array([self.jump * (1 - self.probability), -self.jump * self.probability])
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...], dim: int) -> Floats:
+        """Draws [*shape, 1]."""
+        return np.where(rng.random((*shape, 1)) < self.probability, *self.atoms)
+
+    def sigma(self, q: float, dim: int) -> float:
+        """Closed form."""
+        w = self.probability
+        return self.jump * float((w * (1 - w) ** q + (1 - w) * w**q) ** (1 / q))
+
+    def quantile(self, g: Floats, p: float | Floats) -> Floats:
+        """The smaller norm where its probability suffices, else the larger (to the last bit of the probabilities)."""
+        jumped, stayed = (np.abs(g[..., 0] + atom) for atom in self.atoms)
+        p = np.asarray(p) - 1e-15
+        mass_of_smaller = np.select(
+            [jumped < stayed, jumped > stayed], [self.probability, 1 - self.probability], default=1.0
+        )
+        enough = mass_of_smaller >= p
+        return _with_rest(g, np.where(enough, np.minimum(jumped, stayed), np.maximum(jumped, stayed)))
+
+    def clip_moments(self, g: Floats, tau: float | Floats) -> ClipMoments:
+        """The two atoms, summed."""
+        return _axis_clip_moments(g, tau, self.atoms, np.array([self.probability, 1 - self.probability]))
+
+
+def _with_rest(g: Floats, axis_size: Floats) -> Floats:
+    """The norm whose first coordinate has this size and whose others are those of g."""
+    return np.sqrt(axis_size**2 + (g[..., 1:] ** 2).sum(-1))
+
+
+def _bisect(enough: Callable[[Floats], Floats], low: Floats, high: Floats) -> Floats:
+    """The smallest t in (low, high] with ``enough(t)``, which is monotone and true at ``high``."""
+    for _ in range(100):
+        middle = (low + high) / 2
+        done = enough(middle)
+        low, high = np.where(done, low, middle), np.where(done, middle, high)
+    return high
+
+
+@lru_cache
+def _unit_quadrature() -> tuple[Floats, Floats]:
+    """Nodes and weights on (0, 1) for functions that may blow up at 0 and have kinks elsewhere."""
+    x, w = special.roots_legendre(40)
+    edges = np.concatenate([[0.0], np.geomspace(1e-12, 1, 120)])
+    left, width = edges[:-1, None], np.diff(edges)[:, None]
+    return (left + width * (x + 1) / 2).ravel(), (width * w / 2).ravel()
+
+
+def _axis_clip_moments(g: Floats, tau: float | Floats, xi: Floats, weights: Floats) -> ClipMoments:
+    rest = (g[..., 1:] ** 2).sum(-1)
+    axis = g[..., :1] + xi
+    norm = np.sqrt(axis**2 + rest[..., None])
+    factor = clip_factor(norm, np.asarray(tau)[..., None])
+    a = factor @ weights
+    mean = g * a[..., None]
+    mean[..., 0] = (factor * axis) @ weights
+    return ClipMoments(a, mean, (factor * norm) ** 2 @ weights)
+
+
+def clip_factor(norm: Floats, tau: float | Floats) -> Floats:
+    """``min(1, tau/norm)``, 1 for a zero vector."""
+    return np.minimum(1, tau / np.maximum(norm, 1e-300)) * (norm > 0) + (norm == 0)
+
+
+class Isotropic(Protocol):
+    """Noise of uniform direction, known by its radius."""
+
+    def radius_sf(self, r: Floats, dim: int) -> Floats:
+        """``P(||xi|| > r)``."""
+
+    def radius_ppf(self, u: Floats, dim: int) -> Floats:
+        """Quantiles of ``||xi||``."""
+
+
+@lru_cache
+def _cosines(dim: int) -> tuple[Floats, Floats]:
+    """Nodes and weights for the cosine between a uniform direction and a fixed one."""
+    if dim == 1:
+        return np.array([1.0, -1.0]), np.array([0.5, 0.5])
+    u, w = special.roots_jacobi(96, (dim - 3) / 2, (dim - 3) / 2)
+    return u, w / w.sum()
+
+
+@lru_cache
+def _inner_angles(dim: int) -> tuple[Floats, Floats]:
+    """Nodes phi on (0, pi/2) and weights ``sin^(dim-2)`` over the cosine law's constant."""
+    x, w = special.roots_legendre(96)
+    phi = (x + 1) * np.pi / 4
+    constant = special.beta((dim - 1) / 2, 0.5)
+    return phi, w * np.pi / 4 * np.sin(phi) ** (dim - 2) / constant
+
+
+def isotropic_sf(noise: Isotropic, G: Floats, t: Floats, dim: int) -> Floats:
+    """``P(||g + xi|| > t)`` for ``||g|| = G``, by quadrature over the angle between g and xi.
+
+    Along a direction with cosine u the ball of radius t is left at radii ``r = -G u ± sqrt(t^2 - G^2 (1-u^2))``. For
+    t < G only directions close to -g meet the ball; they are parametrised by ``G^2 (1-u^2) = t^2 sin^2 phi``.
+    """
+    G, t = np.broadcast_arrays(np.asarray(G, dtype=np.float64)[..., None], np.asarray(t, dtype=np.float64)[..., None])
+    u, w = _cosines(dim)
+    root = np.sqrt(np.maximum(t**2 - G**2 * (1 - u**2), 0))
+    outside = noise.radius_sf(-G * u + root, dim) @ w
+    inner = (t < G)[..., 0]
+    if not inner.any():
+        return outside
+    if dim == 1:
+        small = 1 - 0.5 * (noise.radius_sf(G - t, 1) - noise.radius_sf(G + t, 1))[..., 0]
+        return np.where(inner, small, outside)
+    phi, v = _inner_angles(dim)
+    ratio = np.minimum(t / np.maximum(G, 1e-300), 1)
+    near = np.sqrt(np.maximum(1 - (ratio * np.sin(phi)) ** 2, 1e-300))
+    chord = t * np.cos(phi)
+    mass = noise.radius_sf(G * near - chord, dim) - noise.radius_sf(G * near + chord, dim)
+    inside = (mass * ratio ** (dim - 1) * np.cos(phi) / near) @ v
+    return np.where(inner, 1 - inside, outside)
+
+
+def isotropic_quantile(noise: Isotropic, g: Floats, p: float | Floats) -> Floats:
+    """The p-quantile of ``||g + xi||``, by bisection of `isotropic_sf`."""
+    dim = g.shape[-1]
+    G = np.linalg.norm(g, axis=-1)
+    p = np.broadcast_to(np.asarray(p, dtype=np.float64), G.shape)
+    low, high = np.zeros_like(G), G + noise.radius_ppf(p, dim)  # ||g + xi|| <= ||g|| + ||xi||
+    return _bisect(lambda t: isotropic_sf(noise, G, t, dim) <= 1 - p, low, high)
+
+
+def isotropic_clip_moments(noise: Isotropic, g: Floats, tau: float | Floats) -> ClipMoments:
+    """Moments of the clipped gradient by quadrature over direction and radius; the mean is along g by symmetry."""
+    dim = g.shape[-1]
+    G = np.linalg.norm(g, axis=-1)[..., None, None]
+    u, w_u = _cosines(dim)
+    level, w_r = _unit_quadrature()
+    r = noise.radius_ppf(1 - level, dim)[:, None]
+    along = G + r * u
+    norm = np.sqrt(along**2 + (r * np.sqrt(np.maximum(1 - u**2, 0))) ** 2)
+    factor = clip_factor(norm, np.asarray(tau)[..., None, None])
+
+    def expect(values: Floats) -> Floats:
+        return (values @ w_u) @ w_r
+
+    direction = g / np.maximum(G[..., 0], 1e-300)
+    mean = direction * expect(factor * along)[..., None]
+    return ClipMoments(expect(factor), mean, expect((factor * norm) ** 2))

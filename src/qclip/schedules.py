@@ -1,0 +1,148 @@
+"""Schedules: functions of the step, counted from 0. A plain number is accepted wherever a schedule is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from qclip import _validate as check
+from qclip._validate import Floats
+from qclip.theory import Assumptions, Form, max_step, rates
+
+Schedule = Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """``initial * ((t + 1 + warm_start) / (1 + warm_start))**power``, kept within [low, high].
+
+    Calling it with an array of steps gives an array.
+    """
+
+    initial: float
+    power: float
+    warm_start: int = 0
+    low: float = 0.0
+    high: float = np.inf
+
+    def __call__(self, step):  # noqa: ANN001, ANN204  (an int gives a float, an array an array)
+        """The value at this step."""
+        value = self.initial * ((step + 1 + self.warm_start) / (1 + self.warm_start)) ** self.power
+        return np.clip(value, self.low, self.high) if np.ndim(value) else float(min(max(value, self.low), self.high))
+
+
+@dataclass(frozen=True)
+class Unclipped:
+    """The quantile ``p_t = 1 - h_t`` that leaves a scheduled fraction ``h_t`` clipped."""
+
+    clipped_fraction: Polynomial
+
+    def __call__(self, step):  # noqa: ANN001, ANN204
+        """The quantile at this step."""
+        return 1 - self.clipped_fraction(step)
+
+
+@dataclass(frozen=True)
+class Capped:
+    """A step-size schedule held below the largest step the theorem allows at the quantile of the same step."""
+
+    step_size: Polynomial
+    quantile: Unclipped
+    assumptions: Assumptions
+    beta: float
+    c: float
+    form: Form
+
+    def __call__(self, step):  # noqa: ANN001, ANN204
+        """The step size at this step."""
+        if np.ndim(step):
+            return np.array([self(t) for t in step])
+        return min(self.step_size(step), max_step(self.assumptions, self.quantile(step), self.beta, self.c, self.form))
+
+
+class Coupled(NamedTuple):
+    """A step-size schedule and the quantile schedule that goes with it."""
+
+    gamma: Polynomial | Capped
+    p: Unclipped
+
+
+def constant(value: float) -> Polynomial:
+    """The same value at every step.
+
+    >>> constant(0.1)(10**6)
+    0.1
+    """
+    return Polynomial(check.real("value", value), 0.0, low=-np.inf)
+
+
+def polynomial(
+    initial: float, power: float, *, warm_start: int = 0, low: float = 0.0, high: float = np.inf
+) -> Polynomial:
+    """``initial * (t + 1)**power``: a negative power decays, a positive one grows.
+
+    ``warm_start`` delays the change: the schedule then behaves as if its clock stood at that step already, with
+    ``initial`` still its first value. ``low`` and ``high`` clamp it.
+
+    >>> polynomial(1.0, -0.5)(3)
+    0.5
+    >>> polynomial(1.0, -0.5, warm_start=9)(0), polynomial(1.0, -0.5, warm_start=9)(30)
+    (1.0, 0.5)
+    """
+    initial = check.positive("initial", initial, "it is the value at step 0")
+    power = check.real("power", power)
+    warm_start = check.count("warm_start", warm_start, "it is a number of steps", least=0)
+    if not low <= initial <= high:
+        raise check.refuse("initial", initial, f"in [{low:g}, {high:g}]", "move the clamps or the first value")
+    return Polynomial(initial, power, warm_start, low, high)
+
+
+def coupled(
+    q: float,
+    step_size: float,
+    clipped_fraction: float,
+    form: Form = "sharp",
+    *,
+    warm_start: int = 0,
+    assumptions: Assumptions | None = None,
+    beta: float | None = None,
+    c: float | None = None,
+) -> Coupled:
+    """The schedules that remove the clipping bias: ``gamma_t ~ (t+1)^(theta-1)``, ``1 - p_t ~ (t+1)^nu``.
+
+    The exponents are the best for a bounded q-th moment: the paper's (``form="printed"``) or the sharp ones, which
+    converge faster. With ``assumptions`` the step-size condition of the theorem is enforced at every step, for the
+    given ``beta`` and ``c`` (p_0/2 and p_0/4 when left out). Do not use them in a private run: as p_t nears 1 the
+    threshold and the noise grow; keep p constant there.
+
+    >>> gamma, p = coupled(2, step_size=0.5, clipped_fraction=0.4)
+    >>> gamma(99), p(99)  # both exponents are -1/2 at q = 2
+    (0.05, 0.96)
+    """
+    exponents = rates(q, form)
+    check.quantile("clipped_fraction", clipped_fraction)
+    gamma = polynomial(step_size, exponents.theta - 1, warm_start=warm_start)
+    p = Unclipped(polynomial(clipped_fraction, exponents.nu, warm_start=warm_start))
+    if assumptions is None:
+        if beta is not None or c is not None:
+            remedy = "pass assumptions too: beta and c only serve the step-size condition"
+            raise check.refuse("beta, c", (beta, c), "left out without assumptions", remedy)
+        return Coupled(gamma, p)
+    beta = p(0) / 2 if beta is None else beta
+    c = p(0) / 4 if c is None else c
+    max_step(assumptions, p(0), beta, c, form)  # refuses a beta and c that leave no step at the first quantile
+    return Coupled(Capped(gamma, p, assumptions, beta, c, form), p)
+
+
+def values(schedule: Schedule | float, steps: int) -> Floats:
+    """The schedule's first ``steps`` values (a number is a constant schedule).
+
+    >>> values(0.5, 3)
+    array([0.5, 0.5, 0.5])
+    """
+    if not callable(schedule):
+        return np.full(steps, float(schedule))
+    if isinstance(schedule, Polynomial | Unclipped):
+        return np.asarray(schedule(np.arange(steps)), dtype=np.float64)
+    return np.array([schedule(t) for t in range(steps)], dtype=np.float64)
