@@ -29,7 +29,11 @@ class Polynomial:
     def __call__(self, step):  # noqa: ANN001, ANN204  (an int gives a float, an array an array)
         """The value at this step."""
         value = self.initial * ((step + 1 + self.warm_start) / (1 + self.warm_start)) ** self.power
-        return np.clip(value, self.low, self.high) if np.ndim(value) else float(min(max(value, self.low), self.high))
+        return (
+            np.clip(value, self.low, self.high)
+            if np.ndim(value)
+            else float(min(max(value, self.low), self.high))
+        )
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,10 @@ class Capped:
         """The step size at this step."""
         if np.ndim(step):
             return np.array([self(t) for t in step])
-        return min(self.step_size(step), max_step(self.assumptions, self.quantile(step), self.beta, self.c, self.form))
+        return min(
+            self.step_size(step),
+            max_step(self.assumptions, self.quantile(step), self.beta, self.c, self.form),
+        )
 
 
 class Coupled(NamedTuple):
@@ -94,7 +101,9 @@ def polynomial(
     power = check.real("power", power)
     warm_start = check.count("warm_start", warm_start, "it is a number of steps", least=0)
     if not low <= initial <= high:
-        raise check.refuse("initial", initial, f"in [{low:g}, {high:g}]", "move the clamps or the first value")
+        raise check.refuse(
+            "initial", initial, f"in [{low:g}, {high:g}]", "move the clamps or the first value"
+        )
     return Polynomial(initial, power, warm_start, low, high)
 
 
@@ -131,7 +140,9 @@ def coupled(
         return Coupled(gamma, p)
     beta = p(0) / 2 if beta is None else beta
     c = p(0) / 4 if c is None else c
-    max_step(assumptions, p(0), beta, c, form)  # refuses a beta and c that leave no step at the first quantile
+    max_step(
+        assumptions, p(0), beta, c, form
+    )  # refuses a beta and c that leave no step at the first quantile
     return Coupled(Capped(gamma, p, assumptions, beta, c, form), p)
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 from scipy import special
+from scipy.optimize.elementwise import find_root
 
 from qclip import _validate as check
 from qclip._validate import Floats
@@ -184,7 +185,9 @@ class Pareto:
         """``P(xi <= x)``."""
         x = np.asarray(x, dtype=np.float64) + self.shift
         tail = 0.5 * (1 + self.one_sided) * (self.scale / np.maximum(np.abs(x), self.scale)) ** self.tail
-        return np.where(x >= self.scale, 1 - tail, 0.0 if self.one_sided else np.where(x <= -self.scale, tail, 0.5))
+        return np.where(
+            x >= self.scale, 1 - tail, 0.0 if self.one_sided else np.where(x <= -self.scale, tail, 0.5)
+        )
 
     def quantile(self, g: Floats, p: float | Floats) -> Floats:
         """By bisection of the closed-form law along the axis."""
@@ -305,46 +308,56 @@ def _cosines(dim: int) -> tuple[Floats, Floats]:
 
 
 @lru_cache
-def _inner_angles(dim: int) -> tuple[Floats, Floats]:
-    """Nodes phi on (0, pi/2) and weights ``sin^(dim-2)`` over the cosine law's constant."""
-    x, w = special.roots_legendre(96)
-    phi = (x + 1) * np.pi / 4
-    constant = special.beta((dim - 1) / 2, 0.5)
-    return phi, w * np.pi / 4 * np.sin(phi) ** (dim - 2) / constant
+def _half_turn() -> tuple[Floats, Floats]:
+    """Nodes and weights on (-pi/2, pi/2)."""
+    x, w = special.roots_legendre(128)
+    return x * np.pi / 2, w * np.pi / 2
 
 
 def isotropic_sf(noise: Isotropic, G: Floats, t: Floats, dim: int) -> Floats:
     """``P(||g + xi|| > t)`` for ``||g|| = G``, by quadrature over the angle between g and xi.
 
-    Along a direction with cosine u the ball of radius t is left at radii ``r = -G u ± sqrt(t^2 - G^2 (1-u^2))``. For
-    t < G only directions close to -g meet the ball; they are parametrised by ``G^2 (1-u^2) = t^2 sin^2 phi``.
+    Along a direction with cosine u the ball of radius t is crossed at radii r with ``r^2 + 2 G u r = t^2 - G^2``. With
+    ``D^2 = |t^2 - G^2|`` and ``r = D e^-w`` this is ``u = (D/G) sinh w`` when t >= G and ``u = -(D/G) cosh w`` when
+    t < G, which resolves all scales of t - G; and ``1 - u^2 = (D/G)^2 sinh(W-w) sinh(W+w)`` with
+    ``sinh W = min(G, t)/D``. The last substitution, ``w = W sin theta``, removes the cosine law's endpoint powers.
     """
-    G, t = np.broadcast_arrays(np.asarray(G, dtype=np.float64)[..., None], np.asarray(t, dtype=np.float64)[..., None])
-    u, w = _cosines(dim)
-    root = np.sqrt(np.maximum(t**2 - G**2 * (1 - u**2), 0))
-    outside = noise.radius_sf(-G * u + root, dim) @ w
-    inner = (t < G)[..., 0]
-    if not inner.any():
-        return outside
+    G, t = np.broadcast_arrays(
+        np.asarray(G, dtype=np.float64)[..., None], np.asarray(t, dtype=np.float64)[..., None]
+    )
     if dim == 1:
-        small = 1 - 0.5 * (noise.radius_sf(G - t, 1) - noise.radius_sf(G + t, 1))[..., 0]
-        return np.where(inner, small, outside)
-    phi, v = _inner_angles(dim)
-    ratio = np.minimum(t / np.maximum(G, 1e-300), 1)
-    near = np.sqrt(np.maximum(1 - (ratio * np.sin(phi)) ** 2, 1e-300))
-    chord = t * np.cos(phi)
-    mass = noise.radius_sf(G * near - chord, dim) - noise.radius_sf(G * near + chord, dim)
-    inside = (mass * ratio ** (dim - 1) * np.cos(phi) / near) @ v
-    return np.where(inner, 1 - inside, outside)
+        out, back = noise.radius_sf(t - G, 1), noise.radius_sf(t + G, 1)
+        missed = 1 - noise.radius_sf(np.maximum(G - t, 0), 1)  # with xi against g, too short to enter
+        return 0.5 * (np.where(t >= G, out, 1.0) + back + np.where(t < G, missed, 0.0))[..., 0]
+    G = np.maximum(G, 1e-50)
+    D = np.maximum(np.sqrt(np.abs(t - G) * (t + G)), 1e-9 * G)
+    W = np.arcsinh(np.minimum(G, t) / D)
+    theta, weight = _half_turn()
+    w = W * np.sin(theta)
+    below, above = 2 * W * np.sin((np.pi / 2 - theta) / 2) ** 2, 2 * W * np.sin((np.pi / 2 + theta) / 2) ** 2
+    square = (D / G) ** 2 * np.sinh(below) * np.sinh(above)
+    law = square ** ((dim - 3) / 2) / special.beta((dim - 1) / 2, 0.5)
+    outside = noise.radius_sf(D * np.exp(-w), dim) * law * (D / G) * W * np.cos(theta)
+    far = (outside * np.cosh(w)) @ weight
+    near = 1 - (outside * np.sinh(w)) @ weight
+    return np.clip(np.where((t >= G)[..., 0], far, near), 0, 1)
 
 
 def isotropic_quantile(noise: Isotropic, g: Floats, p: float | Floats) -> Floats:
-    """The p-quantile of ``||g + xi||``, by bisection of `isotropic_sf`."""
+    """The p-quantile of ``||g + xi||``, as the root of `isotropic_sf` (the law is continuous)."""
     dim = g.shape[-1]
     G = np.linalg.norm(g, axis=-1)
     p = np.broadcast_to(np.asarray(p, dtype=np.float64), G.shape)
-    low, high = np.zeros_like(G), G + noise.radius_ppf(p, dim)  # ||g + xi|| <= ||g|| + ||xi||
-    return _bisect(lambda t: isotropic_sf(noise, G, t, dim) <= 1 - p, low, high)
+    # ||g + xi|| lies between the two sides of the triangle inequality, and so do the quantiles.
+    reach = noise.radius_ppf(p, dim)
+    bracket = np.maximum(G - reach, 0) * (1 - 1e-9), (G + reach) * (1 + 1e-9)
+    root = find_root(
+        lambda t, G, h: np.log(np.maximum(isotropic_sf(noise, G, t, dim), 1e-300) / h),
+        bracket,
+        args=(G, 1 - p),
+        tolerances={"xrtol": 1e-14, "fatol": 0, "frtol": 0},
+    )
+    return root.x
 
 
 def isotropic_clip_moments(noise: Isotropic, g: Floats, tau: float | Floats) -> ClipMoments:

@@ -37,7 +37,11 @@ def lemma2_descent(
     gamma = check.positive("gamma", gamma, "a step size is positive")
     beta = check.positive("beta", beta, "it splits the clipping bias between two terms")
     p = check.quantile("p", p)
-    alpha = p if mean_factor is None else check.between("mean_factor", mean_factor, 0, 1, "it is E min(1, tau/||g||)", closed="both")
+    alpha = (
+        p
+        if mean_factor is None
+        else check.between("mean_factor", mean_factor, 0, 1, "it is E min(1, tau/||g||)", closed="both")
+    )
     h = 1 - p
     descent = gamma * (alpha - beta / 2 - gamma * a.L) * check.nonnegative("grad_norm", grad_norm) ** 2
     bias = gamma / (2 * beta) * lemma1_bias(a, p) ** 2
