@@ -29,6 +29,9 @@ class QuantileTable:
         self.scale = noise.sigma(1.0, dim)
         self.log_h = np.log([1 - p_high, 1 - p_low])
         self.constant = p_high - p_low < 1e-12
+        if self.scale == 0:  # without noise the quantile is ||g|| itself
+            self.scale, self.values, self.error = 1.0, np.zeros((4, 4)), 0.0
+            return
         for degree in (32, 64, 128):
             self.values = self._tabulate(noise, dim, degree)
             self.error = self._measure(noise, dim)
@@ -59,9 +62,7 @@ class QuantileTable:
         rng = np.random.default_rng(0)
         u, log_h = rng.random(100), rng.uniform(*self.log_h, 100)
         G = self.scale * u / (1 - u)
-        read = np.array(
-            [_read(self.values, *self.log_h, self.scale, g, y) for g, y in zip(G, log_h, strict=True)]
-        )
+        read = np.array([_read(self.values, *self.log_h, self.scale, g, y) for g, y in zip(G, log_h, strict=True)])
         return float(np.abs((read - G) / self.scale - self._exact(noise, dim, u, log_h)).max())
 
 
@@ -191,7 +192,7 @@ def _bernoulli_quantile(g: float, p: float, law: Floats) -> float:
 
 
 @njit(cache=True, parallel=True, error_model="numpy")
-def _run_chunk(  # noqa: PLR0912, PLR0915  (one loop nest: numba compiles it whole)
+def _run_chunk(  # noqa: PLR0912  (one loop nest: numba compiles it whole)
     x, weighted, tau, spectrum, centre, wells, gammas, levels, xi, counts, noise, noise_scale, batch_size,
     solver, law, table, table_box, offsets, record_x, record_tau, record_unclipped, record_weighted,
 ) -> None:  # fmt: skip
@@ -213,9 +214,7 @@ def _run_chunk(  # noqa: PLR0912, PLR0915  (one loop nest: numba compiles it who
             if solver == 0:
                 tau[s] = levels[i]
             elif solver == 1:
-                tau[s] = _read(
-                    table, table_box[0], table_box[1], table_box[2], np.sqrt(square), np.log1p(-levels[i])
-                )
+                tau[s] = _read(table, table_box[0], table_box[1], table_box[2], np.sqrt(square), np.log1p(-levels[i]))
             elif solver == 2:
                 guess = np.sqrt(max(tau[s] ** 2 - rest, 0.0))
                 tau[s] = np.sqrt(_pareto_quantile(gradient[0], levels[i], law, guess) ** 2 + rest)

@@ -59,9 +59,7 @@ def quantile(name: str, value: object) -> float:
     return between(name, value, 0, 1, "it is the fraction of examples left unclipped, such as 0.5")
 
 
-def count(
-    name: str, value: object, remedy: str = "pass a whole number of at least 1", *, least: int = 1
-) -> int:
+def count(name: str, value: object, remedy: str = "pass a whole number of at least 1", *, least: int = 1) -> int:
     """A whole number of at least ``least``; a float is accepted when it is whole."""
     try:
         number = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)  # type: ignore[arg-type]

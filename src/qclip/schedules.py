@@ -26,14 +26,10 @@ class Polynomial:
     low: float = 0.0
     high: float = np.inf
 
-    def __call__(self, step):  # noqa: ANN001, ANN204  (an int gives a float, an array an array)
+    def __call__(self, step):  # noqa: ANN204  (an int gives a float, an array an array)
         """The value at this step."""
         value = self.initial * ((step + 1 + self.warm_start) / (1 + self.warm_start)) ** self.power
-        return (
-            np.clip(value, self.low, self.high)
-            if np.ndim(value)
-            else float(min(max(value, self.low), self.high))
-        )
+        return np.clip(value, self.low, self.high) if np.ndim(value) else float(min(max(value, self.low), self.high))
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ class Unclipped:
 
     clipped_fraction: Polynomial
 
-    def __call__(self, step):  # noqa: ANN001, ANN204
+    def __call__(self, step):  # noqa: ANN204
         """The quantile at this step."""
         return 1 - self.clipped_fraction(step)
 
@@ -58,7 +54,7 @@ class Capped:
     c: float
     form: Form
 
-    def __call__(self, step):  # noqa: ANN001, ANN204
+    def __call__(self, step):  # noqa: ANN204
         """The step size at this step."""
         if np.ndim(step):
             return np.array([self(t) for t in step])
@@ -101,9 +97,7 @@ def polynomial(
     power = check.real("power", power)
     warm_start = check.count("warm_start", warm_start, "it is a number of steps", least=0)
     if not low <= initial <= high:
-        raise check.refuse(
-            "initial", initial, f"in [{low:g}, {high:g}]", "move the clamps or the first value"
-        )
+        raise check.refuse("initial", initial, f"in [{low:g}, {high:g}]", "move the clamps or the first value")
     return Polynomial(initial, power, warm_start, low, high)
 
 
@@ -140,9 +134,7 @@ def coupled(
         return Coupled(gamma, p)
     beta = p(0) / 2 if beta is None else beta
     c = p(0) / 4 if c is None else c
-    max_step(
-        assumptions, p(0), beta, c, form
-    )  # refuses a beta and c that leave no step at the first quantile
+    max_step(assumptions, p(0), beta, c, form)  # refuses a beta and c that leave no step at the first quantile
     return Coupled(Capped(gamma, p, assumptions, beta, c, form), p)
 
 

@@ -136,9 +136,7 @@ def simulate(
             progress(first + size)
     last = np.arange(marks.size) == marks.size - 1
     _write(tables, last, problem, state.x[None], state.weighted[None], run.gamma.sum(keepdims=True))
-    return Trajectories(
-        marks, tables["x2"], tables["f"], tables["tau"], tables["unclipped"], tables["mean"], state.x
-    )
+    return Trajectories(marks, tables["x2"], tables["f"], tables["tau"], tables["unclipped"], tables["mean"], state.x)
 
 
 def _write(
@@ -152,9 +150,7 @@ def _write(
     square = (problem.grad(xs) ** 2).sum(-1)
     tables["x2"][rows], tables["f"][rows] = square, problem.loss(xs)
     # Before the first step the mean is of nothing: the value there stands in.
-    tables["mean"][rows] = np.where(
-        length[:, None] > 0, weighted / np.maximum(length, 1e-300)[:, None], square
-    )
+    tables["mean"][rows] = np.where(length[:, None] > 0, weighted / np.maximum(length, 1e-300)[:, None], square)
 
 
 def _resolve(
@@ -168,23 +164,17 @@ def _resolve(
     sampling: str,
 ) -> Run:
     if p is not None and tau is not None:
-        raise check.refuse(
-            "p, tau", (p, tau), "given one at a time", "p clips at a quantile, tau at a threshold"
-        )
+        raise check.refuse("p, tau", (p, tau), "given one at a time", "p clips at a quantile, tau at a threshold")
     check.choice("sampling", sampling, ("iid", "poisson"))
     noise_multiplier = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
     if noise_multiplier and p is None and tau is None:
         remedy = "clip, by p or tau: noise is scaled by the threshold"
         raise check.refuse("noise_multiplier", noise_multiplier, "0 for plain SGD", remedy)
-    gamma = check.sequence(
-        "step_size", values(step_size, steps), low=0, high=np.inf, remedy="step sizes are positive"
-    )
+    gamma = check.sequence("step_size", values(step_size, steps), low=0, high=np.inf, remedy="step sizes are positive")
     if p is not None:
         level = check.sequence("p", values(p, steps), low=0, high=1, remedy="it is the unclipped fraction")
     elif tau is not None:
-        level = check.sequence(
-            "tau", values(tau, steps), low=0, high=np.inf, remedy="a threshold is positive"
-        )
+        level = check.sequence("tau", values(tau, steps), low=0, high=np.inf, remedy="a threshold is positive")
     else:
         level = np.full(steps, np.inf)
     kind = "threshold" if p is None else "quantile"
@@ -199,7 +189,7 @@ def _marks(record: int | Sequence[int], steps: int) -> np.ndarray:
         chosen = np.unique(np.concatenate([[0], np.geomspace(1, steps, number)]).round().astype(np.int64))
     else:
         chosen = np.unique(np.asarray(record, dtype=np.int64))
-        if chosen.size and not (0 <= chosen[0] and chosen[-1] <= steps):
+        if chosen.size and not (chosen[0] >= 0 and chosen[-1] <= steps):
             raise check.refuse("record", list(record), f"steps in [0, {steps}]", "steps count from 0")
     return np.unique(np.append(chosen, steps))
 

@@ -155,9 +155,7 @@ class ShiftedQuadratic(AdditiveNoise):
             root = (1 - w) * tau / w - self.jump
             if root <= -tau:
                 return root
-        raise check.refuse(
-            "tau", tau, "below the jump, or so large that nothing is clipped", "no closed form here"
-        )
+        raise check.refuse("tau", tau, "below the jump, or so large that nothing is clipped", "no closed form here")
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,9 +211,7 @@ def _fill_landscape(problem: HeavyTailedQuadratic | NonConvex) -> None:
     dim = problem.dim or (given[0] if given else 0)
     dim = check.count("dim", dim, "give dim, or a spectrum with one curvature per coordinate")
     if any(size != dim for size in given):
-        raise check.refuse(
-            "dim", dim, f"the length of spectrum and centre, {given}", "make the lengths agree"
-        )
+        raise check.refuse("dim", dim, f"the length of spectrum and centre, {given}", "make the lengths agree")
     spectrum = np.broadcast_to(np.asarray(1.0 if problem.spectrum is None else problem.spectrum, float), dim)
     if not (np.isfinite(spectrum).all() and (spectrum >= 0).all() and spectrum.max() > 0):
         raise check.refuse("spectrum", problem.spectrum, "finite and >= 0, not all 0", "give curvatures")

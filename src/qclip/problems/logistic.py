@@ -29,9 +29,7 @@ class Logistic(Problem):
         if not np.isfinite(features).all():
             raise check.refuse("features", "NaN or infinite", "finite", "clean or impute the rows first")
         if not np.isin(labels, (-1, 1)).all():
-            raise check.refuse(
-                "labels", np.unique(labels)[:5].tolist(), "-1 or 1", "map the two classes to -1 and 1"
-            )
+            raise check.refuse("labels", np.unique(labels)[:5].tolist(), "-1 or 1", "map the two classes to -1 and 1")
         check.positive("ridge", self.ridge, "without it separable data have no minimiser")
         object.__setattr__(self, "features", features)
         object.__setattr__(self, "labels", labels)

@@ -65,17 +65,13 @@ class Problem(ABC):
         if x.ndim == 0 and self.dim == 1:
             x = x[None]
         if x.ndim == 0 or x.shape[-1] != self.dim:
-            raise check.refuse(
-                "x", f"array of shape {x.shape}", f"[..., {self.dim}]", "the last axis is the parameter"
-            )
+            raise check.refuse("x", f"array of shape {x.shape}", f"[..., {self.dim}]", "the last axis is the parameter")
         return x
 
     def assumptions(self, x0: Any, q: float = 2.0) -> Assumptions:
         """The constants of the theorem for a run from x0."""
         sigma = self.sigma(q)
         if not np.isfinite(sigma):
-            raise check.refuse(
-                "q", q, "a moment that the noise has", "lower q below the tail index of the noise"
-            )
+            raise check.refuse("q", q, "a moment that the noise has", "lower q below the tail index of the noise")
         gap = np.max(self.loss(self.point(x0))) - self.f_inf
         return Assumptions(L=self.L, sigma=sigma, q=q, gap=float(max(gap, 0.0)))

@@ -26,9 +26,7 @@ class Assumptions:
             "L": check.positive("L", self.L, "it is the smoothness constant of the objective"),
             "sigma": check.nonnegative("sigma", self.sigma, "it bounds a moment of the gradient noise"),
             "q": moment(self.q),
-            "gap": check.nonnegative(
-                "gap", self.gap, "it is f(x0) - inf f; use a lower bound of f for inf f"
-            ),
+            "gap": check.nonnegative("gap", self.gap, "it is f(x0) - inf f; use a lower bound of f for inf f"),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -36,7 +34,5 @@ class Assumptions:
 
 def moment(q: object) -> float:
     """The moment q, checked to lie in (1, 2]."""
-    remedy = (
-        "use 2 when the variance is bounded, less for heavier tails (a bounded q-th moment bounds lower ones)"
-    )
+    remedy = "use 2 when the variance is bounded, less for heavier tails (a bounded q-th moment bounds lower ones)"
     return check.between("q", q, 1, 2, remedy, closed="high")

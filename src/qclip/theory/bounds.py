@@ -86,9 +86,7 @@ def _corrected(a: Assumptions, batch_size: float, noise_multiplier: float, dim: 
     return TheoremForm(1, 1 + S, 0, np.inf, lambda h_lo, h: S * h ** (-2 / a.q) + h_lo ** (2 - 2 / a.q))
 
 
-def _sharp(
-    a: Assumptions, batch_size: float, noise_multiplier: float, dim: int, sampling: Sampling
-) -> TheoremForm:
+def _sharp(a: Assumptions, batch_size: float, noise_multiplier: float, dim: int, sampling: Sampling) -> TheoremForm:
     q = a.q
     S_z = dim * (noise_multiplier / batch_size) ** 2
     tail = 2 ** (1 - q) / batch_size  # of Var(clipped) <= (2 tau)^(2-q) sigma^q
@@ -175,9 +173,7 @@ def bound(
 
     >>> a = Assumptions(L=1, sigma=1, q=2, gap=1)
     >>> b = bound(a, 0.01, 0.9, beta=0.5, c=1.0, steps=1000, form="printed")
-    >>> [
-    ...     round(term, 6) for term in (b.optimisation, b.variance, b.bias, b.total)
-    ... ]  # 2F/gT, 2gLs^2/h, s^2 h/beta
+    >>> [round(term, 6) for term in (b.optimisation, b.variance, b.bias, b.total)]  # 2F/gT, 2gLs^2/h, s^2 h/beta
     [0.2, 0.2, 0.2, 0.6]
     """
     return _bound(_plain_form(a, form), a, gammas, ps, beta, c, steps, p_hi)
@@ -227,18 +223,13 @@ def _check_constants(rule: TheoremForm, p: float, beta: float, c: float) -> None
     if beta / 2 + c / rule.weight > p:
         name, text = ("beta + c", "2p") if rule.weight == 2 else ("beta/2 + c", "p")
         value = rule.weight * (beta / 2 + c / rule.weight)
-        raise check.refuse(
-            name, value, f"at most {text} = {rule.weight * p:g}", "lower beta or c, or raise p"
-        )
+        raise check.refuse(name, value, f"at most {text} = {rule.weight * p:g}", "lower beta or c, or raise p")
 
 
 def per_step(name: str, values: PerStep, steps: int | None, *, high: float, remedy: str) -> Floats:
     """The values as an array: one value (a constant), or one per step."""
     if callable(values):
-        values = [
-            values(t)
-            for t in range(check.count("steps", steps, f"a schedule {name} needs the number of steps"))
-        ]
+        values = [values(t) for t in range(check.count("steps", steps, f"a schedule {name} needs the number of steps"))]
     return check.sequence(name, values, low=0, high=high, remedy=remedy)
 
 
@@ -252,9 +243,7 @@ def align(
     upper = p if p_hi is None else per_step("p_hi", p_hi, steps, high=1, remedy=quantile_remedy)
     lengths = {array.size for array in (gamma, p, upper)} - {1}
     if len(lengths) > 1:
-        raise check.refuse(
-            "lengths of gammas and ps", sorted(lengths), "equal", "give one value per step in each"
-        )
+        raise check.refuse("lengths of gammas and ps", sorted(lengths), "equal", "give one value per step in each")
     length = lengths.pop() if lengths else 1
     counts = np.ones(length)
     if length == 1:
@@ -264,9 +253,7 @@ def align(
         raise check.refuse("steps", steps, f"{length}, the number of values given", "leave steps out")
     gamma, p, upper = (np.broadcast_to(array, length) for array in (gamma, p, upper))
     if (upper < p).any():
-        raise check.refuse(
-            "p_hi", "a value below p", "at least p at every step", "swap the two, or widen the interval"
-        )
+        raise check.refuse("p_hi", "a value below p", "at least p at every step", "swap the two, or widen the interval")
     return gamma, p, upper, counts
 
 
@@ -340,9 +327,7 @@ def check_steps(
         raise check.refuse(name, float(gamma_L[t] / a.L), f"below {limit:.6g} at p = {p[t]:g}", remedy)
 
 
-def _best_beta(
-    rule: TheoremForm, gamma_L: Floats, p: Floats, fixed: float, bias: float, c: float | None
-) -> float:
+def _best_beta(rule: TheoremForm, gamma_L: Floats, p: Floats, fixed: float, bias: float, c: float | None) -> float:
     """The beta that minimises ``(fixed + bias/beta) / c(beta)``, c(beta) = min_t of the contraction.
 
     The quotient of a convex and a concave positive function is quasi-convex, so there is one minimum.

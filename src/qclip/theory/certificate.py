@@ -42,16 +42,12 @@ def certificate(
     gamma = check.sequence("gammas", gammas, low=0, high=np.inf, remedy="a step size is positive")
     dims = np.array([check.count("dim", d, "give the number of parameters (of each group)") for d in np.atleast_1d(np.asarray(dim, dtype=object))], dtype=float)  # fmt: skip
     if gamma.size not in (1, steps) or fraction.shape != tau.shape or dims.size != groups:
-        shapes = (
-            f"gammas {gamma.shape}, taus {tau.shape}, clipped_fractions {fraction.shape}, dim {dims.shape}"
-        )
+        shapes = f"gammas {gamma.shape}, taus {tau.shape}, clipped_fractions {fraction.shape}, dim {dims.shape}"
         raise check.refuse(
             "shapes", shapes, "one row per step and one column per group", "record all of them each step"
         )
     if not ((tau > 0) & np.isfinite(tau)).all():
-        raise check.refuse(
-            "taus", float(tau.min()), "finite and > 0 at every step", "check what was recorded"
-        )
+        raise check.refuse("taus", float(tau.min()), "finite and > 0 at every step", "check what was recorded")
     if not np.isfinite(fraction).all():
         raise check.refuse("clipped_fractions", "NaN or infinite", "finite", "check what was recorded")
     gamma = np.broadcast_to(gamma, steps)
@@ -65,9 +61,7 @@ def certificate(
         lowest = float((1 - h - step_margin).min())
         remedy = "pass p_lo, a lower bound that you know, or record less noisy fractions"
         p_lo = check.between("lowest unclipped fraction less its margin", lowest, 0, 1, remedy, closed="high")
-    p = np.array(
-        [check.between("p_lo", p_lo, 0, 1, "it bounds every unclipped fraction from below", closed="high")]
-    )
+    p = np.array([check.between("p_lo", p_lo, 0, 1, "it bounds every unclipped fraction from below", closed="high")])
 
     power_t = (tau**2).sum(axis=1) / B + (z / B * tau @ np.sqrt(dims)) ** 2
     worst = np.array([gamma.max() * a.L])
@@ -83,15 +77,11 @@ def _matrix(name: str, values: ArrayLike) -> Floats:
     array = np.asarray(values, dtype=np.float64)
     array = array[:, None] if array.ndim == 1 else array
     if array.ndim != 2 or array.size == 0:
-        raise check.refuse(
-            name, f"array of shape {np.shape(values)}", "[steps] or [steps, groups]", "record each step"
-        )
+        raise check.refuse(name, f"array of shape {np.shape(values)}", "[steps] or [steps, groups]", "record each step")
     return array
 
 
-def _margins(
-    gamma: Floats, std: ArrayLike, steps: int, groups: int, confidence: float
-) -> tuple[float, Floats]:
+def _margins(gamma: Floats, std: ArrayLike, steps: int, groups: int, confidence: float) -> tuple[float, Floats]:
     """Margins on the mean clipped fraction and on each step's, that hold together with this confidence."""
     alpha = 1 - check.between("confidence", confidence, 0, 1, "0.95 is usual")
     std = np.broadcast_to(np.asarray(std, dtype=np.float64), steps)

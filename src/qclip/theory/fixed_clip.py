@@ -16,9 +16,7 @@ def fixed_clip_bound(a: Assumptions, gamma: float, tau: float, *, steps: int) ->
     0.25
     """
     if a.q != 2:
-        raise check.refuse(
-            "q", a.q, "2", "the result assumes bounded variance: give the standard deviation as sigma"
-        )
+        raise check.refuse("q", a.q, "2", "the result assumes bounded variance: give the standard deviation as sigma")
     gamma = check.positive("gamma", gamma, "a step size is positive")
     tau = check.positive("tau", tau, "a threshold is positive")
     slow = a.gap / (gamma * check.count("steps", steps))

@@ -43,18 +43,13 @@ def group_noise(
     ``sum tau_k^2 / s_k^2 = 1 / noise_multiplier^2``. Among those, "optimal" has the least power
     ``z^2 (sum tau_k sqrt(d_k))^2``; "equal" gives all groups one std, "proportional" one ratio std/tau.
 
-    >>> [
-    ...     round(group_noise([1, 1], [4, 1], 2.0, how).power, 6)
-    ...     for how in ("optimal", "equal", "proportional")
-    ... ]
+    >>> [round(group_noise([1, 1], [4, 1], 2.0, how).power, 6) for how in ("optimal", "equal", "proportional")]
     [36.0, 40.0, 40.0]
     """
     tau = check.sequence("taus", taus, low=0, high=np.inf, remedy="a threshold is positive")
     dim = check.sequence("dims", dims, low=0, high=np.inf, remedy="a group has at least one parameter")
     if tau.size != dim.size:
-        raise check.refuse(
-            "len(dims)", dim.size, f"len(taus) = {tau.size}", "give one dimension per threshold"
-        )
+        raise check.refuse("len(dims)", dim.size, f"len(taus) = {tau.size}", "give one dimension per threshold")
     z = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
     check.choice("allocation", allocation, ("optimal", "equal", "proportional"))
     if allocation == "equal":
@@ -96,13 +91,9 @@ def bound_groups(
             a, gammas, p_lo, beta, c, batch_size=batch_size, noise_multiplier=noise_multiplier, dim=total_dim,
             steps=steps, sampling=sampling, p_hi=p_hi,
         )  # fmt: skip
-    sigma = check.sequence(
-        "sigmas", sigmas, low=-1e-300, high=np.inf, remedy="give one moment bound per group"
-    )
+    sigma = check.sequence("sigmas", sigmas, low=-1e-300, high=np.inf, remedy="give one moment bound per group")
     if sigma.size != dim.size:
-        raise check.refuse(
-            "len(sigmas)", sigma.size, f"len(dims) = {dim.size}", "give one moment bound per group"
-        )
+        raise check.refuse("len(sigmas)", sigma.size, f"len(dims) = {dim.size}", "give one moment bound per group")
 
     rule = private_form(
         a,

@@ -16,8 +16,8 @@ from qclip.theory.bounds import (
     Bound,
     Sampling,
     TheoremForm,
-    best_beta_constant,
     assemble,
+    best_beta_constant,
     bound_private,
     contraction_line,
     max_step_private,
@@ -42,9 +42,7 @@ class Privacy:
         from qclip import accounting  # dp-accounting takes a second to import: only those with a budget wait
 
         rate = batch_size / self.examples
-        return accounting.noise_multiplier(
-            epsilon=self.epsilon, delta=self.delta, sample_rate=rate, steps=steps
-        )
+        return accounting.noise_multiplier(epsilon=self.epsilon, delta=self.delta, sample_rate=rate, steps=steps)
 
 
 @dataclass(frozen=True)
@@ -190,9 +188,7 @@ def _check_budget(privacy: Privacy, batch_size: float) -> None:
         raise check.refuse("batch_size", batch_size, f"at most examples = {examples}", "lower the batch size")
 
 
-def _plan_steps(
-    a: Assumptions, steps: int, noise_multiplier: float, privacy: Privacy | None, public: dict
-) -> Plan:
+def _plan_steps(a: Assumptions, steps: int, noise_multiplier: float, privacy: Privacy | None, public: dict) -> Plan:
     rule = private_form(a, noise_multiplier=noise_multiplier, form="sharp", **public)
 
     def total(share: Floats, h: Floats) -> Floats:
@@ -221,9 +217,7 @@ def _optimise_beta(rule: TheoremForm, gamma_L: Floats, p: Floats, fixed: Floats,
     safe = np.maximum(at_zero, 1e-300)
     beta = np.maximum(best_beta_constant(safe, slope, fixed, bias, p if rule.curvature else 1.0), 1e-300)
     left = at_zero - slope * beta
-    return np.where(
-        (left > 0) & (gamma_L <= rule.step_cap), (fixed + bias / beta) / np.maximum(left, 1e-300), np.inf
-    )
+    return np.where((left > 0) & (gamma_L <= rule.step_cap), (fixed + bias / beta) / np.maximum(left, 1e-300), np.inf)
 
 
 def _minimise(
@@ -265,11 +259,7 @@ def _plan_target(
         low, high = high, 2 * high
         if high > most:
             least = _plan_steps(a, low, rough(low), privacy, public).bound.total
-            why = (
-                "at a fixed privacy budget the noise grows with the steps"
-                if privacy
-                else "it decays too slowly"
-            )
+            why = "at a fixed privacy budget the noise grows with the steps" if privacy else "it decays too slowly"
             remedy = f"{why}: raise the target, the batch or the budget (more examples help most)"
             raise check.refuse("target", target, f"above {least:.4g}, the bound at {low:,} steps", remedy)
     while high - low > 1:
@@ -321,11 +311,7 @@ def _plan_coupled(base: Plan) -> CoupledPlan:
 
 def _time_grid(steps: int) -> tuple[Floats, Floats]:
     """Times in 1..steps and how many steps each stands for: the early ones singly, the later ones in groups."""
-    edges = (
-        np.concatenate([np.arange(1, 200), np.geomspace(200, steps + 1, 600).round()])
-        if steps > 800
-        else None
-    )
+    edges = np.concatenate([np.arange(1, 200), np.geomspace(200, steps + 1, 600).round()]) if steps > 800 else None
     edges = np.arange(1, steps + 2) if edges is None else np.unique(edges)
     counts = np.diff(edges).astype(np.float64)
     return edges[:-1] + (counts - 1) / 2, counts

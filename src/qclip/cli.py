@@ -1,0 +1,214 @@
+"""The ``qclip`` command."""
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from qclip import theory
+from qclip import _validate as check
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Run every claim of the paper and of docs/theory.md; write claims.json, figures and report.html."""
+
+    out: Path = Path("out/reproduce")
+    """Where to write."""
+    quick: bool = False
+    """Smaller experiments: about a minute instead of about ten."""
+    only: tuple[str, ...] = ()
+    """Ids of the claims to run; all of them when left out."""
+
+    def run(self, console: Console) -> int:
+        """Run the claims; fail when one of them fails."""
+        try:
+            from qclip.experiments.reproduce import reproduce, summary
+        except ModuleNotFoundError as missing:
+            console.print(f"[red]error:[/] {missing.name} is not installed; pip install 'qclip\\[reproduce]'")
+            return 2
+        rows = reproduce(self.out, quick=self.quick, only=self.only, console=console)
+        console.print(summary(rows))
+        console.print(f"report: {self.out / 'report.html'}")
+        return 1 if any(row.outcome.verdict == "fails" for row in rows) else 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Choose the step size and the quantile that minimise the bound, and say why."""
+
+    L: Annotated[float, tyro.conf.arg(name="L")]
+    """Smoothness of the objective."""
+    sigma: float
+    """Bound on the q-th moment of the gradient noise, (E||g - grad f||^q)^(1/q)."""
+    gap: float
+    """f(x0) - inf f."""
+    q: float = 2.0
+    """The moment that is bounded, in (1, 2]."""
+    steps: int | None = None
+    """Length of the run."""
+    target: float | None = None
+    """Instead of steps: the mean of E||grad f||^2 to reach."""
+    batch_size: float = 1.0
+    """Expected examples per step."""
+    dim: int = 1
+    """Number of trainable parameters (matters with noise)."""
+    noise_multiplier: float = 0.0
+    """Noise of a private run, relative to the clipped sum's sensitivity."""
+    epsilon: float | None = None
+    """Instead of the noise multiplier: a privacy budget, with --examples."""
+    delta: float | None = None
+    """Of the budget; 1/(10 examples) when left out."""
+    examples: int | None = None
+    """Size of the dataset, with --epsilon."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def run(self, console: Console) -> int:
+        """Print the plan."""
+        assumptions = theory.Assumptions(L=self.L, sigma=self.sigma, q=self.q, gap=self.gap)
+        privacy = self._privacy(console)
+        with nullcontext() if self.json else console.status("planning"):
+            found = theory.plan(
+                assumptions, steps=self.steps, target=self.target, batch_size=self.batch_size, dim=self.dim,
+                noise_multiplier=self.noise_multiplier, privacy=privacy,
+            )  # fmt: skip
+            coupled, moves = found.coupled(), found.moves()
+        if self.json:
+            print(json.dumps(_plan_json(found, coupled, moves), indent=1))
+        else:
+            _print_plan(console, found, coupled, moves)
+        return 0
+
+    def _privacy(self, console: Console) -> theory.Privacy | None:
+        if self.epsilon is None:
+            given = {"--delta": self.delta, "--examples": self.examples}
+            for name, value in given.items():
+                if value is not None:
+                    raise check.refuse(name, value, "left out without --epsilon", "add --epsilon, or drop it")
+            return None
+        if self.examples is None:
+            raise check.refuse("--examples", None, "given with --epsilon", "say how many examples the dataset has")
+        delta = self.delta
+        if delta is None:
+            delta = 1 / (10 * self.examples)
+            if not self.json:
+                console.print(f"delta = 1/(10 N) = {delta:.3g}")
+        return theory.Privacy(self.epsilon, delta, self.examples)
+
+
+def _plan_json(found: theory.Plan, coupled: theory.CoupledPlan, moves: list[theory.Move]) -> dict:
+    return {
+        "steps": found.steps,
+        "step_size": found.gamma,
+        "max_step": found.max_step,
+        "quantile": found.p,
+        "batch_size": found.batch_size,
+        "noise_multiplier": found.noise_multiplier,
+        "dim": found.dim,
+        "sampling": found.sampling,
+        "assumptions": asdict(found.assumptions),
+        "privacy": asdict(found.privacy) if found.privacy else None,
+        "bound": {**asdict(found.bound), "total": found.bound.total, "dominant": found.bound.dominant},
+        "bound_one_run": found.bound.one_run(),
+        "unknown_horizon": {**asdict(coupled), "bound": coupled.bound.total, "constant_p": coupled.constant_p},
+        "moves": [asdict(move) for move in moves],
+    }
+
+
+def _print_plan(console: Console, found: theory.Plan, coupled: theory.CoupledPlan, moves: list[theory.Move]) -> None:
+    a, bound = found.assumptions, found.bound
+    choice = Table(title="The plan", show_header=False, title_justify="left")
+    choice.add_row("steps T", f"{found.steps:,}")
+    choice.add_row("step size gamma", f"{found.gamma:.4g}   (the theorem holds below {found.max_step:.4g})")
+    choice.add_row("quantile p", f"{found.p:.6g}   ({1 - found.p:.3g} of the examples clipped)")
+    choice.add_row("beta, c", f"{bound.beta:.3g}, {bound.c:.3g}   (they follow)")
+    if found.noise_multiplier:
+        choice.add_row("noise multiplier z", f"{found.noise_multiplier:.4g}   (std z tau on the clipped sum)")
+        choice.add_row("batch size, dimension", f"{found.batch_size:g}, {found.dim:,}   ({found.sampling} sampling)")
+    console.print(choice)
+
+    terms = Table(title="What it guarantees: mean of E||grad f||^2", title_justify="left")
+    for column in ("term", "value", "share", "shrinks with"):
+        terms.add_column(column, justify="right" if column in ("value", "share") else "left")
+    reasons = {
+        "optimisation": "more steps, larger step size",
+        "variance": "smaller step size, larger batch",
+        "bias": "less clipping",
+    }
+    for name, reason in reasons.items():
+        value = getattr(bound, name)
+        terms.add_row(name, f"{value:.4g}", f"{value / bound.total:.0%}", reason)
+    terms.add_row("total", f"{bound.total:.4g}", "", f"one run stays below {bound.one_run():.3g} with probability 95 %")
+    console.print(terms)
+
+    motion = Table(title="How the optimum moves", title_justify="left")
+    for column in ("with", "step size x", "clipped fraction x", "bound x"):
+        motion.add_column(column, justify="left" if column == "with" else "right")
+    for move in moves:
+        motion.add_row(move.change, f"{move.step_size:.2f}", f"{move.clipped_fraction:.2f}", f"{move.bound:.2f}")
+    console.print(motion)
+
+    for line in _reasoning(found):
+        console.print(f"- {line}", highlight=False)
+    console.print("- For an unknown number of steps:", highlight=False)
+    if coupled.constant_p:
+        console.print(
+            f"  gamma_t = {coupled.step_size:.4g} (t+1)^(-1/2), p = {1 - coupled.clipped_fraction:.4g} constant; "
+            f"bound {coupled.bound.total:.4g} after {found.steps:,} steps", highlight=False,
+        )  # fmt: skip
+    else:
+        console.print(
+            f"  qclip.schedules.coupled({a.q:g}, {coupled.step_size:.4g}, {coupled.clipped_fraction:.4g}); "
+            f"bound {coupled.bound.total:.4g} after {found.steps:,} steps", highlight=False,
+        )  # fmt: skip
+
+
+def _reasoning(found: theory.Plan) -> list[str]:
+    lines = [f"The {found.bound.dominant} term dominates."]
+    if found.at_edge:
+        lines.append(
+            "The bound would rather not clip at all (p stands at 1 - 1/T): with a bounded variance and no noise, clipping "
+            "only adds bias. Clip for heavier tails (q < 2), or for privacy."
+        )
+    elif found.noise_multiplier:
+        lines.append(
+            "Clipping more (a smaller p) lowers the threshold and with it the noise; clipping less lowers the bias: p "
+            "balances the two. Keep p constant: p -> 1 would let the threshold, and the noise, grow."
+        )
+    else:
+        lines.append("Clipping more tames the tail, clipping less lowers the bias: p balances the two.")
+    if found.privacy:
+        lines.append(
+            "At a fixed budget the noise grows with the steps, so more steps stop helping; more examples lower the floor."
+        )
+    return lines
+
+
+Command = Annotated[Reproduce, tyro.conf.subcommand("reproduce")] | Annotated[Plan, tyro.conf.subcommand("plan")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse the command line and run it; returns the exit status."""
+    command = tyro.cli(Command, args=arguments, prog="qclip", description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    console = Console()
+    try:
+        return command.run(console)
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False)
+        return 2
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; what was finished is in the output folder")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""What the private extension says and leaves out: the noise's scale, its growth with T, and the exact quantile."""
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+
+from qclip import theory
+from qclip.experiments.claim import Effort, Outcome, claim
+from qclip.problems import Gaussian, HeavyTailedQuadratic
+from qclip.simulate import simulate
+from qclip.theory import Assumptions
+
+
+@claim("term2-direction", "More aggressive clipping (a smaller p) increases term 2", "after Corollary 1; erratum F")
+def term2_direction(effort: Effort) -> Outcome:
+    """Term 2 against p, and the clipped fraction at which terms 2 and 3 together are least."""
+    a = Assumptions(L=1, sigma=1, q=1.5, gap=1)
+    gamma, beta = 0.002, 0.3
+    p = np.linspace(0.3, 0.99, effort.pick(200, 2000))
+    rows = [theory.bound(a, gamma, float(v), beta, steps=1000, form="printed") for v in p]
+    term2, term3 = (np.array([getattr(row, name) * row.c for row in rows]) for name in ("variance", "bias"))
+    h_star = np.sqrt(2 * gamma * a.L * beta / (a.q - 1))
+    found = minimize_scalar(
+        lambda h: 2 * gamma * a.L * h ** (-2 / a.q) + h ** (2 - 2 / a.q) / beta, bounds=(1e-4, 0.9), method="bounded"
+    ).x
+
+    def draw():  # noqa: ANN202
+        from qclip.report.style import label, new_figure
+
+        figure, (ax,) = new_figure()
+        ax.plot(p, term2, label="term 2")
+        ax.plot(p, term3, label="term 3")
+        ax.plot(p, term2 + term3, label="terms 2 + 3")
+        ax.axvline(1 - h_star, color="k", linestyle="--", linewidth=0.8, label="1 - h*")
+        label(ax, "quantile p", "", f"γ = {gamma}, β = {beta}, q = {a.q}")
+        return figure
+
+    rising = bool((np.diff(term2) > 0).all())
+    return Outcome(
+        expected="term 2 falls as p rises",
+        measured=f"term 2 rises with p throughout: {rising}; terms 2 + 3 least at h = {found:.4f}, formula {h_star:.4f}",
+        printed=bool((np.diff(term2) < 0).all()),
+        repaired=bool(rising and abs(found - h_star) < 1e-3),
+        error="scalar minimisation, 1e-5",
+        values={"h_star": float(h_star), "h_found": float(found)},
+        draw=draw,
+    )
+
+
+@claim(
+    "noise-floor-at-fixed-budget",
+    "The term with S can be eliminated by the step size",
+    "after Theorem 2; erratum G",
+)
+def noise_floor(effort: Effort) -> Outcome:
+    """At a fixed budget S grows with T: the best bound, and the best run, stop improving; more data helps."""
+    dim, B = 50, 16
+    problem = HeavyTailedQuadratic(dim, Gaussian(dim**-0.5))
+    x0 = np.full(dim, dim**-0.5)
+    a = problem.assumptions(x0, 2.0)
+    lengths = np.geomspace(100, effort.pick(10**4, 10**5), 5).astype(int)
+
+    def best(T: int, examples: float) -> tuple[float, float]:
+        # sigma_DP = C sqrt(T log(1/delta)) / (N epsilon), as a noise multiplier: z = B sigma_DP
+        z = B * np.sqrt(T) / examples
+        planned = theory.plan(a, steps=int(T), batch_size=B, dim=dim, noise_multiplier=z, sampling="iid")
+        runs = [
+            simulate(
+                problem, step_size=min(share * planned.gamma, planned.max_step), p=planned.p, steps=int(T), x0=x0,
+                batch_size=B, noise_multiplier=z, seeds=8, record=[], seed=effort.seed,
+            ).mean()
+            for share in (0.3, 1.0, 3.0, 10.0)
+        ]  # fmt: skip
+        return planned.bound.total, min(runs)
+
+    sizes = (500.0, 5000.0)
+    bounds, measured = np.array([[best(T, N) for T in lengths] for N in sizes]).transpose(2, 0, 1)
+    tail = [float(np.polyfit(np.log(lengths[-3:]), np.log(rows[0][-3:]), 1)[0]) for rows in (bounds, measured)]
+
+    def draw():  # noqa: ANN202
+        from qclip.report.style import label, new_figure
+
+        figure, (ax,) = new_figure()
+        for row, N in enumerate(sizes):
+            (line,) = ax.loglog(lengths, bounds[row], "o-", markersize=3, label=f"best bound, N = {N:g}")
+            ax.loglog(lengths, measured[row], "s--", markersize=3, color=line.get_color(), label=f"best run, N = {N:g}")
+        label(ax, "steps T, at a fixed budget", "mean of ||∇f||²", "σ_DP ~ √T/N: the floor stays")
+        return figure
+
+    gain = float(measured[0, -1] / measured[1, -1])
+    return Outcome(
+        expected="the best bound tends to 0 as T grows (exponent -1/3 or better)",
+        measured=f"exponent of the best bound {tail[0]:.3f}, of the best run {tail[1]:.3f}; ten times the data: {gain:.1f} x lower",
+        printed=bool(tail[0] < -0.3 and tail[1] < -0.3),
+        repaired=bool(tail[0] > -0.1 and tail[1] > -0.1 and gain > 2),
+        error="best of four step sizes, 8 seeds each",
+        values={"bound_exponent": tail[0], "run_exponent": tail[1], "gain_of_data": gain},
+        draw=draw,
+    )
+
+
+@claim("exact-quantile-not-private", "Eq. 15 at the exact quantile of the batch is private", "eq. 15; erratum I")
+def exact_quantile_not_private(effort: Effort) -> Outcome:  # noqa: ARG001  (exact: the same at any effort)
+    """501 norms of 1 and 501 of 100, at the median: one more example moves the clipped sum by far more than tau."""
+
+    def clipped_sum(norms: np.ndarray, tau: float) -> float:
+        return float(np.minimum(norms, tau).sum())
+
+    def median(norms: np.ndarray) -> float:
+        return float(np.sort(norms)[int(np.ceil(len(norms) / 2)) - 1])
+
+    before = np.repeat([1.0, 100.0], 501)
+    after = np.append(before, 100.0)
+    moved = clipped_sum(after, median(after)) - clipped_sum(before, median(before))
+    fixed = clipped_sum(after, median(before)) - clipped_sum(before, median(before))
+    return Outcome(
+        expected="adding one example moves the sum by at most tau = 1, which the noise is scaled to",
+        measured=f"by {moved:.0f} at the exact median (1002 to {clipped_sum(after, median(after)):.0f}); by {fixed:.0f} at a tau fixed before",
+        printed=bool(moved <= median(before)),
+        repaired=bool(fixed <= median(before)),
+        error="exact",
+        values={"change": moved, "change_at_fixed_threshold": fixed},
+    )
+
+
+@claim(
+    "sigma-dp-convention",
+    "sigma_DP is relative to the mean of the batch: an accountant's noise multiplier is B sigma_DP",
+    "eq. 15; erratum B",
+)
+def sigma_dp_convention(effort: Effort) -> Outcome:
+    """The noise of (1/B) sum_j (g_j + z), one z a step, measured; and the same step made by the simulator."""
+    rng = effort.rng()
+    B, dim, sigma_dp, tau = 16, 4, 0.5, 1.0
+    repeats = effort.pick(50_000, 500_000)
+    z = rng.standard_normal((repeats, dim)) * tau * sigma_dp
+    literal = float(((np.zeros((repeats, dim)) + B * z) / B).std())  # the g_j are 0
+    problem = HeavyTailedQuadratic(dim, Gaussian(0.0))
+    run = simulate(
+        problem, step_size=1.0, tau=tau, steps=1, x0=np.zeros(dim), batch_size=B, noise_multiplier=B * sigma_dp,
+        seeds=repeats, record=[], seed=rng,
+    )  # fmt: skip
+    simulated = float(run.final.std())
+    error = 4.5 * sigma_dp / np.sqrt(2 * repeats * dim)
+    return Outcome(
+        expected=f"standard deviation sigma_DP tau = {sigma_dp * tau:g} from noise multiplier {B * sigma_dp:g}",
+        measured=f"eq. 15 {literal:.4f}; the simulator {simulated:.4f}",
+        printed=bool(abs(literal - sigma_dp * tau) < error and abs(simulated - sigma_dp * tau) < error),
+        error=f"4.5 standard errors: {error:.4f}",
+        values={"eq15": literal, "simulator": simulated},
+    )

@@ -1,0 +1,170 @@
+"""Theorem 1 and Corollary 1: QC-SGD on every problem, against the bound as printed."""
+
+import numpy as np
+
+from qclip import schedules, theory
+from qclip.experiments.claim import Effort, Outcome, claim
+from qclip.experiments.suite import cases
+from qclip.problems import TwoPoint
+from qclip.simulate import simulate
+
+
+def upper(run) -> float:  # noqa: ANN001
+    """The mean of the run plus three standard errors."""
+    return run.mean() + 3 * run.standard_error()
+
+
+@claim("theorem1-constant", "Theorem 1 bounds the mean of E||grad f||^2 at constant gamma and p", "Theorem 1, eq. 10")
+def theorem1_constant(effort: Effort) -> Outcome:
+    """Random p, beta, c, and a step size up to the largest allowed, on every problem and moment."""
+    rng = effort.rng()
+    ratios = {}
+    for case in cases(rng):
+        for q in case.moments((1.5, 2.0)):
+            a = case.problem.assumptions(case.x0, q)
+            for _ in range(effort.pick(2, 12)):
+                p, share = rng.uniform(0.2, 0.95), rng.uniform(0.2, 1)
+                beta, c = p * rng.uniform(0.1, 0.5), p * rng.uniform(0.1, 0.5)
+                gamma = share * theory.max_step(a, p, beta, c, "printed")
+                steps = effort.pick(200, 1000)
+                run = simulate(case.problem, step_size=gamma, p=p, steps=steps, x0=case.x0, seed=rng, record=[])
+                limit = theory.bound(a, gamma, p, beta, c, steps=steps, form="printed").total
+                ratios.setdefault(case.name, []).append(upper(run) / limit)
+    return _against_bound(ratios, "constant gamma and p")
+
+
+@claim("theorem1-varying", "Theorem 1 holds for any gamma_t and p_t that meet its condition", "Theorem 1, eq. 10")
+def theorem1_varying(effort: Effort) -> Outcome:
+    """The coupled schedules and random sequences, on every problem and moment."""
+    rng = effort.rng()
+    steps = effort.pick(200, 2000)
+    ratios = {}
+    for case in cases(rng):
+        for q in case.moments((1.5, 2.0)):
+            a = case.problem.assumptions(case.x0, q)
+            coupled = schedules.coupled(q, 0.5 / a.L, 0.5, "printed", assumptions=a)
+            p_random = rng.uniform(0.4, 0.95, steps)
+            gamma_random = rng.uniform(0.2, 1, steps) * [theory.max_step(a, p, 0.2, 0.2, "printed") for p in p_random]
+            for gamma, p in (
+                (schedules.values(coupled.gamma, steps), schedules.values(coupled.p, steps)),
+                (gamma_random, p_random),
+            ):
+                run = simulate(
+                    case.problem, step_size=lambda t, g=gamma: g[t], p=lambda t, p=p: p[t], steps=steps, x0=case.x0,
+                    seed=rng, record=[],
+                )  # fmt: skip
+                limit = theory.bound(a, gamma, p, form="printed").total
+                ratios.setdefault(case.name, []).append(upper(run) / limit)
+    return _against_bound(ratios, "coupled and random schedules")
+
+
+def _against_bound(ratios: dict[str, list[float]], what: str) -> Outcome:
+    worst = max(max(values) for values in ratios.values())
+    runs = sum(map(len, ratios.values()))
+
+    def draw():  # noqa: ANN202
+        from qclip.report.style import label, new_figure
+
+        figure, (ax,) = new_figure(height=3.0)
+        for row, values in enumerate(ratios.values()):
+            ax.plot(values, np.full(len(values), row), "o", markersize=3.5, alpha=0.7)
+        ax.axvline(1, color="k", linewidth=0.8)
+        ax.set_xscale("log")
+        ax.set_yticks(range(len(ratios)), list(ratios), fontsize=8)
+        label(ax, "(measured mean + 3 standard errors) / bound", "", what)
+        return figure
+
+    return Outcome(
+        expected="measured mean of ||grad f||^2 at most the bound, in every run",
+        measured=f"largest ratio of measured (plus 3 standard errors) to bound: {worst:.3f} over {runs} settings",
+        printed=bool(worst <= 1),
+        error="3 standard errors over 64 seeds are included",
+        values={"largest_ratio": float(worst), "settings": float(runs)},
+        draw=draw,
+    )
+
+
+@claim(
+    "corollary-bias-floor",
+    "At a fixed quantile the floor does not vanish as gamma -> 0; plain SGD's does",
+    "Corollary 1, eq. 11, term 3",
+)
+def corollary_bias_floor(effort: Effort) -> Outcome:
+    """The two-point problem, runs of fixed length gamma T."""
+    problem = TwoPoint(2, 0.7)
+    gammas = np.geomspace(0.3, 0.3e-2 if effort.quick else 0.3e-3, 7)
+    final = {"QC-SGD, p = 0.6": [], "plain SGD": []}
+    for gamma in gammas:
+        for name, p in zip(final, (0.6, None), strict=True):
+            run = simulate(
+                problem, step_size=gamma, p=p, steps=int(30 / gamma), x0=[1.0], seeds=256, record=[], seed=effort.seed
+            )
+            last = (problem.grad(run.final) ** 2).sum(-1)
+            final[name].append((last.mean(), last.std() / 16))
+    quantile, plain = (np.array(values) for values in final.values())
+    floor = float(problem.grad(np.array([-problem.r]))[0] ** 2)
+    slope = float(np.polyfit(np.log(gammas), np.log(plain[:, 0]), 1)[0])
+    reached = abs(quantile[-1, 0] - floor) <= 3 * quantile[-1, 1] + 0.02 * floor
+
+    def draw():  # noqa: ANN202
+        from qclip.report.style import label, new_figure
+
+        figure, (ax,) = new_figure()
+        for name, values in final.items():
+            ax.errorbar(
+                gammas, [v for v, _ in values], [3 * e for _, e in values], marker="o", markersize=3, label=name
+            )
+        ax.axhline(floor, color="k", linestyle="--", linewidth=0.8, label="r²(1-ω)², exact")
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        label(ax, "step size γ, with γT fixed", "final ||∇f||²", "a fixed quantile leaves a bias")
+        return figure
+
+    return Outcome(
+        expected=f"QC-SGD tends to {floor:.4g} (exact floor); plain SGD falls in proportion to gamma",
+        measured=f"QC-SGD {quantile[-1, 0]:.4f}, plain SGD {plain[-1, 0]:.2e}, growing as gamma^{slope:.2f}",
+        printed=bool(reached and 0.8 < slope < 1.2),
+        error=f"standard error {quantile[-1, 1]:.1e}",
+        values={"floor": floor, "quantile": float(quantile[-1, 0]), "plain": float(plain[-1, 0]), "slope": slope},
+        draw=draw,
+    )
+
+
+@claim(
+    "corollary-beta-tradeoff",
+    "A larger beta shrinks the neighbourhood but lowers the largest step size",
+    "Corollary 1, eqs. 9 and 11",
+)
+def corollary_beta_tradeoff(effort: Effort) -> Outcome:
+    """Sweep beta at p = .8 and compare the best one with `bound`'s own choice."""
+    a = theory.Assumptions(L=1, sigma=1, q=2, gap=1)
+    p, gamma, steps = 0.8, 0.05, 10_000
+    betas = np.linspace(0.01, 0.99, effort.pick(200, 5000))
+    limits = np.array([theory.max_step(a, p, b, 0.2, "printed") for b in betas])
+    rows = [theory.bound(a, gamma, p, float(b), steps=steps, form="printed") for b in betas]
+    bias = np.array([row.bias * row.c for row in rows])  # term 3 of the corollary, before the division by c
+    total = np.array([row.total for row in rows])
+    best = theory.bound(a, gamma, p, steps=steps, form="printed")
+    gap = abs(best.beta - betas[total.argmin()])
+
+    def draw():  # noqa: ANN202
+        from qclip.report.style import label, new_figure
+
+        figure, (ax,) = new_figure()
+        ax.plot(betas, bias, label="term 3: σ²h^(2-2/q)/β")
+        ax.plot(betas, limits, label="largest step at c = 0.2, L = 1")
+        ax.plot(betas, total, label="bound at γ = 0.05")
+        ax.plot([best.beta], [best.total], "ko", markersize=4, label="best β, closed form")
+        ax.set_ylim(0, 3)
+        label(ax, "β", "", "p = 0.8")
+        return figure
+
+    falling = bool((np.diff(bias) < 0).all() and (np.diff(limits) < 0).all())
+    return Outcome(
+        expected="term 3 and the largest step both fall with beta; the best beta lies inside",
+        measured=f"both fall: {falling}; best beta {best.beta:.3f}, by sweep {betas[total.argmin()]:.3f}",
+        printed=bool(falling and gap <= 1.01 * (betas[1] - betas[0]) and betas[0] < best.beta < betas[-1]),
+        error=f"grid spacing {betas[1] - betas[0]:.1e}",
+        values={"best_beta": best.beta, "swept_beta": float(betas[total.argmin()])},
+        draw=draw,
+    )

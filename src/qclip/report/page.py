@@ -1,0 +1,57 @@
+"""Self-contained HTML pages: no script, no font, no image that lives outside the file."""
+
+import base64
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+STYLE = """
+:root { color-scheme: light; }
+body { font: 15px/1.5 system-ui, sans-serif; color: #1d2329; max-width: 62rem; margin: 2rem auto; padding: 0 1.2rem; }
+h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; }
+p.lead, p.facts { color: #55606b; } p.facts { font-size: .85rem; }
+table { border-collapse: collapse; width: 100%; font-size: .88rem; }
+th, td { text-align: left; padding: .35rem .6rem; border-bottom: 1px solid #e3e7eb; vertical-align: top; }
+th { font-weight: 600; color: #55606b; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
+dl { display: grid; grid-template-columns: 7rem 1fr; gap: .15rem .8rem; margin: .6rem 0; }
+dt { color: #55606b; } dd { margin: 0; } code { font-size: .88em; background: #f2f4f6; padding: 0 .25em; border-radius: 3px; }
+img { max-width: 100%; margin: .4rem 0; border: 1px solid #eef0f2; }
+a { color: #2563a8; text-decoration: none; }
+.tag { display: inline-block; border-radius: 3px; padding: 0 .5em; font-size: .82rem; font-weight: 600; color: #fff; }
+.holds { background: #2e8b57; } .erratum { background: #d9822b; } .fails { background: #c23b3b; }
+"""
+
+
+def page(title: str, body: Iterable[str]) -> str:
+    """A whole document around the given fragments."""
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    return (
+        f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head><body>{"".join(body)}</body></html>\n'
+    )
+
+
+def tag(verdict: str) -> str:
+    """A coloured word."""
+    return f'<span class="tag {escape(verdict)}">{escape(verdict)}</span>'
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of fragments that are HTML already; cells that begin with a digit align right."""
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    lines = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+
+
+def _cell(text: str) -> str:
+    return f'<td class="number">{text}</td>' if text[:1].isdigit() else f"<td>{text}</td>"
+
+
+def image(path: Path, alternative: str) -> str:
+    """A picture, its bytes inside the page."""
+    data = base64.b64encode(path.read_bytes()).decode()
+    return f'<img alt="{escape(alternative)}" src="data:image/png;base64,{data}">'
+
+
+def definitions(pairs: Iterable[tuple[str, str]]) -> str:
+    """A list of terms and texts; the texts are escaped."""
+    return "<dl>" + "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in pairs if text) + "</dl>"

@@ -1,0 +1,38 @@
+"""How the figures look: one palette, one size, nothing that needs a display."""
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2563a8", "#d9822b", "#2e8b57", "#c23b3b", "#7b5aa6", "#7a7a7a"
+CYCLE = (BLUE, ORANGE, GREEN, RED, PURPLE, "#00808a", "#8a6d3b", GREY)
+
+
+def new_figure(columns: int = 1, *, width: float = 6.4, height: float = 3.6) -> tuple[Figure, list[Axes]]:
+    """A figure with a row of axes."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(alpha=0.25, linewidth=0.6)
+        ax.set_prop_cycle(color=CYCLE)
+        ax.tick_params(labelsize=8)
+    return figure, list(axes)
+
+
+def label(ax: Axes, x: str, y: str, title: str = "", *, legend: bool = True) -> None:
+    """Axis labels, a title and, where something is labelled, a legend."""
+    ax.set_xlabel(x, fontsize=9)
+    ax.set_ylabel(y, fontsize=9)
+    if title:
+        ax.set_title(title, fontsize=9.5)
+    if legend and ax.get_legend_handles_labels()[0]:
+        ax.legend(fontsize=7.5, frameon=False)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure as a small PNG."""
+    figure.savefig(path, dpi=110, metadata={"Software": ""})

@@ -1,0 +1,112 @@
+"""Epsilon against dp-accounting asked directly and against the Gaussian mechanism's closed form; noise that meets it."""
+
+import math
+
+import dp_accounting
+import pytest
+from dp_accounting import pld, rdp
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+from qclip import accounting
+
+
+def asked_directly(kind, z, rate, steps, delta):
+    accountant = kind(neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(z))
+    return accountant.compose(step, steps).get_epsilon(delta)
+
+
+def gaussian_delta(epsilon, z):
+    """The exact delta of one Gaussian release at this epsilon (Balle and Wang, 2018)."""
+    return norm.cdf(0.5 / z - epsilon * z) - math.exp(epsilon) * norm.cdf(-0.5 / z - epsilon * z)
+
+
+CASES = [(1.0, 0.01, 1000, 1e-5), (4.0, 0.1, 500, 1e-6), (0.8, 0.005, 300, 1e-4)]
+
+
+@pytest.mark.parametrize(("z", "rate", "steps", "delta"), CASES)
+def test_epsilon_is_what_dp_accounting_says(z, rate, steps, delta):
+    epsilon = accounting.epsilon(noise_multiplier=z, sample_rate=rate, steps=steps, delta=delta)
+    assert epsilon == pytest.approx(asked_directly(pld.PLDAccountant, z, rate, steps, delta), rel=1e-3)
+    assert epsilon < asked_directly(rdp.RdpAccountant, z, rate, steps, delta)
+
+
+def test_reference_value():
+    epsilon = accounting.epsilon(noise_multiplier=1, sample_rate=0.01, steps=1000, delta=1e-5)
+    assert epsilon == pytest.approx(1.828, abs=5e-4)
+
+
+@pytest.mark.parametrize(("z", "steps"), [(2.0, 1), (5.0, 1), (10.0, 16)])
+def test_without_subsampling_it_is_the_gaussian_mechanism(z, steps):
+    exact = brentq(lambda e: gaussian_delta(e, z / math.sqrt(steps)) - 1e-5, 1e-3, 100)
+    epsilon = accounting.epsilon(noise_multiplier=z, sample_rate=1, steps=steps, delta=1e-5)
+    assert exact <= epsilon <= exact * 1.001 + 1e-3
+
+
+def test_epsilon_grows_with_steps_and_rate_and_falls_with_noise_and_delta():
+    base = {"noise_multiplier": 2.0, "sample_rate": 0.01, "steps": 200, "delta": 1e-5}
+    reference = accounting.epsilon(**base)
+    for change in ({"steps": 400}, {"sample_rate": 0.02}, {"noise_multiplier": 1.5}, {"delta": 1e-7}):
+        assert accounting.epsilon(**base | change) > reference
+
+
+def test_nothing_done_costs_nothing():
+    assert accounting.epsilon(noise_multiplier=0, sample_rate=0.1, steps=0, delta=1e-5) == 0
+    assert accounting.noise_multiplier(epsilon=1, sample_rate=0.1, steps=0, delta=1e-5) == 0
+
+
+def test_no_noise_costs_everything():
+    assert accounting.epsilon(noise_multiplier=0, sample_rate=0.1, steps=1, delta=1e-5) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("target", "rate", "steps", "delta"),
+    [(1.0, 0.02, 2000, 1e-6), (0.5, 0.01, 1000, 1e-5), (0.01, 0.01, 100, 1e-5), (3.0, 1.0, 20, 1e-5)],
+)
+def test_calibrated_noise_meets_the_target_and_wastes_little(target, rate, steps, delta):
+    run = {"sample_rate": rate, "steps": steps, "delta": delta}
+    z = accounting.noise_multiplier(epsilon=target, **run)
+    assert accounting.epsilon(noise_multiplier=z, **run) <= target
+    assert accounting.epsilon(noise_multiplier=z / 1.002, **run) > target
+
+
+def test_calibrated_noise_of_one_full_release_is_the_closed_form():
+    z = accounting.noise_multiplier(epsilon=3, delta=1e-5, sample_rate=1, steps=1)
+    exact = brentq(lambda z: gaussian_delta(3, z) - 1e-5, 0.1, 10)
+    assert exact <= z <= 1.002 * exact
+
+
+GOOD = {"noise_multiplier": 1.0, "epsilon": 1.0, "sample_rate": 0.01, "steps": 10, "delta": 1e-5}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("noise_multiplier", -1, r"noise_multiplier = -1 must be >= 0; 0 means no noise"),
+        ("noise_multiplier", math.nan, r"noise_multiplier = nan must be finite"),
+        ("sample_rate", 0, r"sample_rate = 0 must be in \(0, 1\]; it is batch size / dataset size"),
+        ("sample_rate", 1.5, r"sample_rate = 1.5 must be in \(0, 1\]"),
+        ("steps", -1, r"steps = -1 must be >= 0; it is the number of optimizer steps"),
+        ("steps", 2.5, r"steps = 2.5 must be a whole number"),
+        ("delta", 0, r"delta = 0 must be in \(0, 1\); well below 1/\(dataset size\)"),
+        ("delta", 1, r"delta = 1 must be in \(0, 1\)"),
+        ("epsilon", 0, r"epsilon = 0 must be > 0; it is the privacy budget"),
+        ("epsilon", math.inf, r"epsilon = inf must be finite"),
+    ],
+)
+def test_bad_arguments_are_refused(name, value, message):
+    for function, unused in ((accounting.epsilon, "epsilon"), (accounting.noise_multiplier, "noise_multiplier")):
+        if name != unused:
+            arguments = {key: given for key, given in (GOOD | {name: value}).items() if key != unused}
+            with pytest.raises(ValueError, match=message):
+                function(**arguments)
+
+
+def test_a_budget_below_what_delta_can_resolve_is_refused(monkeypatch):
+    # No amount of noise helps when the accountant cannot report less: the search must end and say so.
+    monkeypatch.setattr(accounting, "epsilon_of", lambda **_: 0.1)
+    with pytest.raises(
+        ValueError, match=r"epsilon = 0\.01 must be large enough to be met by some noise; raise epsilon"
+    ):
+        accounting.noise_multiplier(epsilon=0.01, delta=1e-5, sample_rate=0.1, steps=10)

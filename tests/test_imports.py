@@ -1,0 +1,43 @@
+"""What the light modules import: never torch or matplotlib, whether or not these are installed."""
+
+import subprocess
+import sys
+
+import pytest
+
+WATCHED_IMPORT = """
+import sys
+
+class Watch:
+    asked = set()
+    def find_spec(self, name, path=None, target=None):
+        self.asked.add(name.partition(".")[0])
+
+sys.meta_path.insert(0, Watch())
+import {module}
+print(*Watch.asked)
+"""
+
+
+def asked_for_by(module: str) -> set[str]:
+    """The top-level packages that a fresh interpreter looks for when it imports the module."""
+    code = WATCHED_IMPORT.format(module=module)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("module", "needed", "extra"),
+    [
+        ("qclip", "qclip", {"numba", "dp_accounting"}),
+        ("qclip.theory", "scipy", {"numba", "dp_accounting"}),
+        ("qclip.accounting", "dp_accounting", {"numba"}),
+        ("qclip.schedules", "scipy", {"numba", "dp_accounting"}),
+        ("qclip.problems", "scipy", {"dp_accounting"}),
+        ("qclip.simulate", "scipy", {"dp_accounting"}),
+    ],
+)
+def test_imports_stay_light(module, needed, extra):
+    asked = asked_for_by(module)
+    assert needed in asked
+    assert asked.isdisjoint({"torch", "matplotlib"} | extra)
