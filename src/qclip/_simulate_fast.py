@@ -60,9 +60,10 @@ class QuantileTable:
 
     def _measure(self, noise: Noise, dim: int) -> float:
         rng = np.random.default_rng(0)
-        u, log_h = rng.random(100), rng.uniform(*self.log_h, 100)
+        low, high = self.log_h
+        u, log_h = rng.random(100), rng.uniform(low, high, 100)
         G = self.scale * u / (1 - u)
-        read = np.array([_read(self.values, *self.log_h, self.scale, g, y) for g, y in zip(G, log_h, strict=True)])
+        read = np.array([_read(self.values, low, high, self.scale, g, y) for g, y in zip(G, log_h, strict=True)])
         return float(np.abs((read - G) / self.scale - self._exact(noise, dim, u, log_h)).max())
 
 

@@ -3,11 +3,13 @@
 import math
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Floats = NDArray[np.float64]
+Floats = NDArray[Any]
+"""An array of floats (numpy's stubs lose the dtype in most operations, so it is not spelled out)."""
 
 
 def refuse(name: str, value: object, bound: str, remedy: str) -> ValueError:

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from qclip import theory
 from qclip import _validate as check
+from qclip import theory
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,8 @@ def _reasoning(found: theory.Plan) -> list[str]:
     lines = [f"The {found.bound.dominant} term dominates."]
     if found.at_edge:
         lines.append(
-            "The bound would rather not clip at all (p stands at 1 - 1/T): with a bounded variance and no noise, clipping "
-            "only adds bias. Clip for heavier tails (q < 2), or for privacy."
+            "The bound would rather not clip at all (p stands at 1 - 1/T): with a bounded variance and no noise, "
+            "clipping only adds bias. Clip for heavier tails (q < 2), or for privacy."
         )
     elif found.noise_multiplier:
         lines.append(
@@ -188,7 +188,7 @@ def _reasoning(found: theory.Plan) -> list[str]:
         lines.append("Clipping more tames the tail, clipping less lowers the bias: p balances the two.")
     if found.privacy:
         lines.append(
-            "At a fixed budget the noise grows with the steps, so more steps stop helping; more examples lower the floor."
+            "At a fixed budget the noise grows with the steps, so more steps stop helping; more examples do help."
         )
     return lines
 

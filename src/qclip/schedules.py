@@ -15,10 +15,7 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Polynomial:
-    """``initial * ((t + 1 + warm_start) / (1 + warm_start))**power``, kept within [low, high].
-
-    Calling it with an array of steps gives an array.
-    """
+    """``initial * ((t + 1 + warm_start) / (1 + warm_start))**power``, kept within [low, high]."""
 
     initial: float
     power: float
@@ -26,10 +23,14 @@ class Polynomial:
     low: float = 0.0
     high: float = np.inf
 
-    def __call__(self, step):  # noqa: ANN204  (an int gives a float, an array an array)
+    def __call__(self, step: int) -> float:
         """The value at this step."""
-        value = self.initial * ((step + 1 + self.warm_start) / (1 + self.warm_start)) ** self.power
-        return np.clip(value, self.low, self.high) if np.ndim(value) else float(min(max(value, self.low), self.high))
+        return float(self.at(np.asarray(step)))
+
+    def at(self, steps: np.ndarray) -> Floats:
+        """The values at many steps."""
+        clock = (steps + 1 + self.warm_start) / (1 + self.warm_start)
+        return np.clip(self.initial * clock**self.power, self.low, self.high)
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,13 @@ class Unclipped:
 
     clipped_fraction: Polynomial
 
-    def __call__(self, step):  # noqa: ANN204
-        """The quantile at this step."""
+    def __call__(self, step: int) -> float:
+        """The value at this step."""
         return 1 - self.clipped_fraction(step)
+
+    def at(self, steps: np.ndarray) -> Floats:
+        """The values at many steps."""
+        return 1 - self.clipped_fraction.at(steps)
 
 
 @dataclass(frozen=True)
@@ -54,14 +59,10 @@ class Capped:
     c: float
     form: Form
 
-    def __call__(self, step):  # noqa: ANN204
-        """The step size at this step."""
-        if np.ndim(step):
-            return np.array([self(t) for t in step])
-        return min(
-            self.step_size(step),
-            max_step(self.assumptions, self.quantile(step), self.beta, self.c, self.form),
-        )
+    def __call__(self, step: int) -> float:
+        """The value at this step."""
+        limit = max_step(self.assumptions, self.quantile(step), self.beta, self.c, self.form)
+        return min(self.step_size(step), limit)
 
 
 class Coupled(NamedTuple):
@@ -144,8 +145,8 @@ def values(schedule: Schedule | float, steps: int) -> Floats:
     >>> values(0.5, 3)
     array([0.5, 0.5, 0.5])
     """
-    if not callable(schedule):
-        return np.full(steps, float(schedule))
     if isinstance(schedule, Polynomial | Unclipped):
-        return np.asarray(schedule(np.arange(steps)), dtype=np.float64)
-    return np.array([schedule(t) for t in range(steps)], dtype=np.float64)
+        return schedule.at(np.arange(steps))
+    if callable(schedule):
+        return np.array([schedule(t) for t in range(steps)], dtype=np.float64)
+    return np.full(steps, float(schedule))

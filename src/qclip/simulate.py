@@ -53,6 +53,10 @@ class Trajectories:
         last = self.mean_grad_norm2[-1]
         return float(last.std(ddof=1) / math.sqrt(last.size)) if last.size > 1 else math.nan
 
+    def upper(self, standard_errors: float = 3.0) -> float:
+        """`mean` plus some standard errors: what is compared with a bound."""
+        return self.mean() + standard_errors * self.standard_error()
+
 
 @dataclass(frozen=True)
 class Run:

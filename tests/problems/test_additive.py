@@ -187,7 +187,7 @@ def test_lemma2_on_the_wells_by_enumeration_of_the_atoms(size, turn, p, q, gamma
 
 
 def test_lemma1_is_attained():
-    """A rare jump, at p just above 1 - omega's complement: both bounds are equalities for two atoms at a zero gradient."""
+    """A rare jump at a zero gradient, clipped to the common atom: the bias nears its bound as the jump gets rarer."""
     h = 0.2
     problem = HeavyTailedQuadratic(1, Bernoulli(1.0, h))
     a = problem.assumptions(np.zeros(1))

@@ -37,7 +37,7 @@ def term2_direction(effort: Effort) -> Outcome:
     rising = bool((np.diff(term2) > 0).all())
     return Outcome(
         expected="term 2 falls as p rises",
-        measured=f"term 2 rises with p throughout: {rising}; terms 2 + 3 least at h = {found:.4f}, formula {h_star:.4f}",
+        measured=f"term 2 rises with p: {rising}; terms 2 + 3 least at h = {found:.4f}, formula {h_star:.4f}",
         printed=bool((np.diff(term2) < 0).all()),
         repaired=bool(rising and abs(found - h_star) < 1e-3),
         error="scalar minimisation, 1e-5",
@@ -89,7 +89,7 @@ def noise_floor(effort: Effort) -> Outcome:
     gain = float(measured[0, -1] / measured[1, -1])
     return Outcome(
         expected="the best bound tends to 0 as T grows (exponent -1/3 or better)",
-        measured=f"exponent of the best bound {tail[0]:.3f}, of the best run {tail[1]:.3f}; ten times the data: {gain:.1f} x lower",
+        measured=f"exponents: best bound {tail[0]:.3f}, best run {tail[1]:.3f}; ten times the data: {gain:.1f} x lower",
         printed=bool(tail[0] < -0.3 and tail[1] < -0.3),
         repaired=bool(tail[0] > -0.1 and tail[1] > -0.1 and gain > 2),
         error="best of four step sizes, 8 seeds each",
@@ -114,7 +114,7 @@ def exact_quantile_not_private(effort: Effort) -> Outcome:  # noqa: ARG001  (exa
     fixed = clipped_sum(after, median(before)) - clipped_sum(before, median(before))
     return Outcome(
         expected="adding one example moves the sum by at most tau = 1, which the noise is scaled to",
-        measured=f"by {moved:.0f} at the exact median (1002 to {clipped_sum(after, median(after)):.0f}); by {fixed:.0f} at a tau fixed before",
+        measured=f"by {moved:.0f} at the exact median; by {fixed:.0f} at a threshold fixed before",
         printed=bool(moved <= median(before)),
         repaired=bool(fixed <= median(before)),
         error="exact",

@@ -102,7 +102,8 @@ def _sharp_rate(q: float, effort: Effort) -> Outcome:
     faster = sharp.slope.high < printed.slope.low and sharp.means[-1] < printed.means[-1]
     return Outcome(
         expected=f"exponent -{sharp.rate:.4f} instead of -{printed.rate:.4f}, and a smaller value",
-        measured=f"exponent {sharp.slope} against {printed.slope}; value {sharp.means[-1]:.3g} against {printed.means[-1]:.3g}",
+        measured=f"exponent {sharp.slope} against {printed.slope}; "
+        f"value {sharp.means[-1]:.3g} against {printed.means[-1]:.3g}",
         printed=bool(faster and sharp.slope.high <= sharp.bound_slope and sharp.slope.value >= -sharp.rate - 0.1),
         error="95 % interval, resampled over seeds",
         values={

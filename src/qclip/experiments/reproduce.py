@@ -141,7 +141,7 @@ def _write_json(rows: list[Row], out: Path) -> None:
 
 def summary(rows: list[Row]) -> Table:
     """The verdicts, counted."""
-    counts = Counter(row.outcome.verdict for row in rows)
+    counts = Counter[str](row.outcome.verdict for row in rows)
     table = Table(title=None, show_header=False, box=None)
     for verdict, color in COLORS.items():
         if counts[verdict]:
@@ -150,15 +150,16 @@ def summary(rows: list[Row]) -> Table:
 
 
 def _report(rows: list[Row], quick: bool) -> str:
-    counts = Counter(row.outcome.verdict for row in rows)
+    counts = Counter[str](row.outcome.verdict for row in rows)
     told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in COLORS if counts[verdict])
     packages = ", ".join(f"{name} {version(name)}" for name in ("qclip", "numpy", "scipy", "numba"))
-    facts = f"{'Quick' if quick else 'Full'} run of {sum(r.seconds for r in rows):.0f} s on Python {platform.python_version()}, {packages}."
+    kind, seconds = "Quick" if quick else "Full", sum(row.seconds for row in rows)
+    facts = f"{kind} run of {seconds:.0f} s on Python {platform.python_version()}, {packages}."
     body = [
         "<h1>The paper, executed</h1>",
         f'<p class="lead">Every claim of “On the Convergence of DP-SGD with Adaptive Clipping”, and of this project’s '
-        f"corrections and additions, measured: {told}. A verdict follows from the measurement. <b>erratum</b> means that the "
-        f"printed text fails where our repair holds.</p>",
+        f"corrections and additions, measured: {told}. A verdict follows from the measurement. <b>erratum</b> means "
+        f"that the printed text fails where our repair holds.</p>",
         f'<p class="facts">{escape(facts)}</p>',
         page.table(
             ("verdict", "claim", "where", "seconds"),

@@ -3,15 +3,11 @@
 import numpy as np
 
 from qclip import schedules, theory
+from qclip.experiments.bounded import against_bound
 from qclip.experiments.claim import Effort, Outcome, claim
 from qclip.experiments.suite import cases
 from qclip.problems import TwoPoint
 from qclip.simulate import simulate
-
-
-def upper(run) -> float:  # noqa: ANN001
-    """The mean of the run plus three standard errors."""
-    return run.mean() + 3 * run.standard_error()
 
 
 @claim("theorem1-constant", "Theorem 1 bounds the mean of E||grad f||^2 at constant gamma and p", "Theorem 1, eq. 10")
@@ -29,8 +25,8 @@ def theorem1_constant(effort: Effort) -> Outcome:
                 steps = effort.pick(200, 1000)
                 run = simulate(case.problem, step_size=gamma, p=p, steps=steps, x0=case.x0, seed=rng, record=[])
                 limit = theory.bound(a, gamma, p, beta, c, steps=steps, form="printed").total
-                ratios.setdefault(case.name, []).append(upper(run) / limit)
-    return _against_bound(ratios, "constant gamma and p")
+                ratios.setdefault(case.name, []).append(run.upper() / limit)
+    return against_bound(ratios, "constant gamma and p")
 
 
 @claim("theorem1-varying", "Theorem 1 holds for any gamma_t and p_t that meet its condition", "Theorem 1, eq. 10")
@@ -54,34 +50,8 @@ def theorem1_varying(effort: Effort) -> Outcome:
                     seed=rng, record=[],
                 )  # fmt: skip
                 limit = theory.bound(a, gamma, p, form="printed").total
-                ratios.setdefault(case.name, []).append(upper(run) / limit)
-    return _against_bound(ratios, "coupled and random schedules")
-
-
-def _against_bound(ratios: dict[str, list[float]], what: str) -> Outcome:
-    worst = max(max(values) for values in ratios.values())
-    runs = sum(map(len, ratios.values()))
-
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
-        figure, (ax,) = new_figure(height=3.0)
-        for row, values in enumerate(ratios.values()):
-            ax.plot(values, np.full(len(values), row), "o", markersize=3.5, alpha=0.7)
-        ax.axvline(1, color="k", linewidth=0.8)
-        ax.set_xscale("log")
-        ax.set_yticks(range(len(ratios)), list(ratios), fontsize=8)
-        label(ax, "(measured mean + 3 standard errors) / bound", "", what)
-        return figure
-
-    return Outcome(
-        expected="measured mean of ||grad f||^2 at most the bound, in every run",
-        measured=f"largest ratio of measured (plus 3 standard errors) to bound: {worst:.3f} over {runs} settings",
-        printed=bool(worst <= 1),
-        error="3 standard errors over 64 seeds are included",
-        values={"largest_ratio": float(worst), "settings": float(runs)},
-        draw=draw,
-    )
+                ratios.setdefault(case.name, []).append(run.upper() / limit)
+    return against_bound(ratios, "coupled and random schedules")
 
 
 @claim(

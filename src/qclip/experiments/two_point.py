@@ -1,7 +1,7 @@
 """Example 1: where QC-SGD goes on the two-point problem."""
 
 import numpy as np
-from scipy.optimize import brentq
+from scipy.optimize import root_scalar
 
 from qclip.experiments.claim import Effort, Outcome, claim
 from qclip.problems import TwoPoint
@@ -17,8 +17,8 @@ def mean_step(x: float, p: float) -> float:
 
 
 def stable_root(p: float) -> float:
-    """The root of the expected step between the two minima (to their left the step is negative, to the right positive)."""
-    return float(brentq(lambda x: mean_step(x, p), -1.5 * PROBLEM.r, -1e-6))
+    """The root of the expected step, which is negative left of the two minima and positive right of them."""
+    return root_scalar(lambda x: mean_step(x, p), bracket=(-1.5 * PROBLEM.r, -1e-6)).root
 
 
 @claim("two-point-printed", "QC-SGD at the median stands still at x = -omega/(1-omega)", "Example 1; erratum A")
@@ -27,7 +27,7 @@ def two_point_printed(effort: Effort) -> Outcome:  # noqa: ARG001  (exact: the s
     found, printed, actual = stable_root(0.5), PROBLEM.printed_fixed_point(), PROBLEM.fixed_points(0.5)[0]
     return Outcome(
         expected=f"printed {printed:.4f}; corrected {actual:.4f}",
-        measured=f"root of the expected step {found:.4f}; the step at the printed point is {mean_step(printed, 0.5):.3f}",
+        measured=f"root of the expected step {found:.4f}; at the printed point it is {mean_step(printed, 0.5):.3f}",
         printed=abs(found - printed) < 1e-6,
         repaired=abs(found - actual) < 1e-6,
         error="bracketing, 1e-12",

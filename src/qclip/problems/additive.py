@@ -1,7 +1,6 @@
 """Problems whose per-example gradients are the full gradient plus independent noise."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -14,9 +13,31 @@ from qclip.problems.problem import Problem
 class AdditiveNoise(Problem):
     """``g = grad f(x) + xi`` with xi independent of x, hence one sigma everywhere. f is a sum over coordinates."""
 
-    noise: Noise
-    spectrum: Floats  # the curvature of each coordinate
-    centre: Floats  # where each coordinate is minimal
+    f_inf: float = 0.0  # type: ignore[bad-override]
+
+    def __init__(
+        self,
+        dim: int | None,
+        noise: Noise,
+        spectrum: Sequence[float] | Floats | None,
+        centre: Sequence[float] | Floats | None,
+    ) -> None:
+        sizes = {np.size(given) for given in (spectrum, centre) if given is not None} | ({dim} if dim else set())
+        if len(sizes) > 1:
+            lengths = sorted(sizes)
+            raise check.refuse("lengths of dim, spectrum, centre", lengths, "equal", "give one value per coordinate")
+        remedy = "give dim, or a spectrum with one curvature per coordinate"
+        self.dim = check.count("dim", sizes.pop() if sizes else dim, remedy)
+        self.noise = noise
+        self.spectrum = np.ones(self.dim) if spectrum is None else np.array(spectrum, dtype=np.float64)
+        """The curvature of each coordinate."""
+        self.centre = np.zeros(self.dim) if centre is None else np.array(centre, dtype=np.float64)
+        """Where each coordinate is minimal."""
+        if not (np.isfinite(self.spectrum).all() and self.spectrum.min() >= 0 and self.spectrum.max() > 0):
+            raise check.refuse("spectrum", spectrum, "finite and >= 0, not all 0", "give curvatures")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(dim={self.dim}, noise={self.noise})"
 
     @property
     def minimiser(self) -> Floats:
@@ -46,7 +67,6 @@ class AdditiveNoise(Problem):
         return self.noise.sigma(q, self.dim)
 
 
-@dataclass(frozen=True, eq=False)
 class HeavyTailedQuadratic(AdditiveNoise):
     """``f(x) = 1/2 sum_i spectrum_i (x_i - centre_i)^2`` with any noise law.
 
@@ -57,20 +77,15 @@ class HeavyTailedQuadratic(AdditiveNoise):
     (1.0, 0.707107)
     """
 
-    dim: int = 0
-    noise: Noise = field(default_factory=Gaussian)
-    spectrum: Sequence[float] | Floats | None = None  # type: ignore[assignment]
-    centre: Sequence[float] | Floats | None = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        _fill_landscape(self)
-
-    @property
-    def L(self) -> float:  # type: ignore[override]
-        """The largest curvature."""
-        return float(self.spectrum.max())
-
-    f_inf = 0.0
+    def __init__(
+        self,
+        dim: int | None = None,
+        noise: Noise = Gaussian(),  # noqa: B008  (immutable)
+        spectrum: Sequence[float] | Floats | None = None,
+        centre: Sequence[float] | Floats | None = None,
+    ) -> None:
+        super().__init__(dim, noise, spectrum, centre)
+        self.L = float(self.spectrum.max())
 
     def loss(self, x: Floats) -> Floats:
         """The quadratic."""
@@ -81,24 +96,18 @@ class HeavyTailedQuadratic(AdditiveNoise):
         return self.spectrum * (x - self.centre)
 
 
-@dataclass(frozen=True, eq=False)
 class NonConvex(AdditiveNoise):
     """``f(x) = sum_i spectrum_i u_i^2 / (1 + u_i^2)``, u = x - centre: smooth, bounded, flat far from its minimum."""
 
-    dim: int = 0
-    noise: Noise = field(default_factory=Gaussian)
-    spectrum: Sequence[float] | Floats | None = None  # type: ignore[assignment]
-    centre: Sequence[float] | Floats | None = None  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        _fill_landscape(self)
-
-    @property
-    def L(self) -> float:  # type: ignore[override]
-        """Twice the largest weight: the second derivative of u^2/(1+u^2) is at most 2, at 0."""
-        return 2 * float(self.spectrum.max())
-
-    f_inf = 0.0
+    def __init__(
+        self,
+        dim: int | None = None,
+        noise: Noise = Gaussian(),  # noqa: B008  (immutable)
+        spectrum: Sequence[float] | Floats | None = None,
+        centre: Sequence[float] | Floats | None = None,
+    ) -> None:
+        super().__init__(dim, noise, spectrum, centre)
+        self.L = 2 * float(self.spectrum.max())  # the second derivative of u^2/(1+u^2) is at most 2, at 0
 
     def loss(self, x: Floats) -> Floats:
         """The sum of saturating wells."""
@@ -111,83 +120,51 @@ class NonConvex(AdditiveNoise):
         return self.spectrum * 2 * u / (1 + u**2) ** 2
 
 
-@dataclass(frozen=True, eq=False)
-class ShiftedQuadratic(AdditiveNoise):
+class ShiftedQuadratic(HeavyTailedQuadratic):
     """Koloskova et al.'s example: the gradient at x is ``x + jump`` with a probability, else ``x``.
+
+    f is taken up to its constant, so that its minimum is 0.
 
     >>> ShiftedQuadratic(jump=10, probability=0.25).fixed_point(tau=1.0)  # x = -p c / (1 - p)
     -0.3333333333333333
     """
 
-    jump: float
-    probability: float
-
-    def __post_init__(self) -> None:
-        _fill_jump(self, self.jump, self.probability)
-
-    dim = 1
-    L = 1.0
-    f_inf = 0.0
-
-    def loss(self, x: Floats) -> Floats:
-        """``(x - minimiser)^2 / 2``: f up to its constant."""
-        return 0.5 * ((x - self.centre) ** 2).sum(-1)
-
-    def grad(self, x: Floats) -> Floats:
-        """``x + jump * probability``."""
-        return x - self.centre
+    def __init__(self, jump: float, probability: float) -> None:
+        super().__init__(1, Bernoulli(jump, probability), centre=[-jump * probability])
+        self.jump, self.probability = float(jump), float(probability)
 
     def fixed_point(self, tau: float) -> float:
         """Where SGD clipped at a constant tau stands still on average.
 
-        Both gradients unclipped, or the jumped one clipped, or both: the clipped mean rises with x, so one of the
-        closed forms below is its only root.
+        The clipped mean rises with x, so the first of these that is consistent is its only root: nothing clipped; the
+        jumped gradient clipped; the other one clipped; both clipped (then any point between, where they cancel).
         """
-        w = self.probability
-        unclipped = -w * self.jump
-        if abs(unclipped) <= tau and abs(unclipped + self.jump) <= tau:
+        w, tau = self.probability, check.positive("tau", tau, "a threshold is positive")
+        unclipped, jumped, other = -w * self.jump, -w * tau / (1 - w), (1 - w) * tau / w - self.jump
+        if max(-unclipped, unclipped + self.jump) <= tau:
             return unclipped
-        if w <= 0.5 and w * tau / (1 - w) <= tau:
-            root = -w * tau / (1 - w)
-            if root + self.jump >= tau:
-                return root
-        if w > 0.5:  # mirrored: the unjumped gradient, at most -tau, is the clipped one
-            root = (1 - w) * tau / w - self.jump
-            if root <= -tau:
-                return root
-        raise check.refuse("tau", tau, "below the jump, or so large that nothing is clipped", "no closed form here")
+        if w <= 0.5 and jumped + self.jump >= tau:
+            return jumped
+        if w >= 0.5 and other <= -tau:
+            return other
+        raise AssertionError((w, tau, self.jump))  # the cases above cover every tau
 
 
-@dataclass(frozen=True, eq=False)
-class TwoPoint(AdditiveNoise):
+class TwoPoint(HeavyTailedQuadratic):
     """The paper's Example 1: ``(x+r)^2/2`` with probability omega > 1/2, ``x^2/2`` otherwise.
 
     The minimiser is ``-r omega``; see `fixed_points` for where QC-SGD goes instead (erratum A).
     """
 
-    r: float
-    omega: float
-
-    def __post_init__(self) -> None:
-        check.positive("r", self.r, "it is the distance between the two minima")
-        check.between("omega", self.omega, 0.5, 1, "the first function is the likelier one")
-        _fill_jump(self, self.r, self.omega)
-
-    dim = 1
-    L = 1.0
-
-    @property
-    def f_inf(self) -> float:  # type: ignore[override]
-        """The minimum, ``r^2 omega (1 - omega) / 2``."""
-        return self.r**2 * self.omega * (1 - self.omega) / 2
+    def __init__(self, r: float, omega: float) -> None:
+        self.r = check.positive("r", r, "it is the distance between the two minima")
+        self.omega = check.between("omega", omega, 0.5, 1, "the first function is the likelier one")
+        super().__init__(1, Bernoulli(self.r, self.omega), centre=[-self.r * self.omega])
+        self.f_inf = self.r**2 * self.omega * (1 - self.omega) / 2
 
     def loss(self, x: Floats) -> Floats:
         """``omega (x+r)^2/2 + (1-omega) x^2/2``."""
-        return self.f_inf + 0.5 * ((x - self.centre) ** 2).sum(-1)
-
-    def grad(self, x: Floats) -> Floats:
-        """``x + r omega``."""
-        return x - self.centre
+        return self.f_inf + super().loss(x)
 
     def fixed_points(self, p: float) -> tuple[float, ...]:
         """Roots of the expected QC-SGD step: ``-r omega`` for p > omega, else ``-r``, and 0 too for p <= 1 - omega.
@@ -198,31 +175,8 @@ class TwoPoint(AdditiveNoise):
         p = check.quantile("p", p)
         if p > self.omega:
             return (-self.r * self.omega,)
-        return (-float(self.r), 0.0) if p <= 1 - self.omega else (-float(self.r),)
+        return (-self.r, 0.0) if p <= 1 - self.omega else (-self.r,)
 
     def printed_fixed_point(self) -> float:
         """What the paper prints: ``-omega / (1 - omega)``, whatever r."""
         return -self.omega / (1 - self.omega)
-
-
-def _fill_landscape(problem: HeavyTailedQuadratic | NonConvex) -> None:
-    """Settle dim, spectrum and centre from whichever of them were given."""
-    given = [np.size(v) for v in (problem.spectrum, problem.centre) if v is not None and np.ndim(v) > 0]
-    dim = problem.dim or (given[0] if given else 0)
-    dim = check.count("dim", dim, "give dim, or a spectrum with one curvature per coordinate")
-    if any(size != dim for size in given):
-        raise check.refuse("dim", dim, f"the length of spectrum and centre, {given}", "make the lengths agree")
-    spectrum = np.broadcast_to(np.asarray(1.0 if problem.spectrum is None else problem.spectrum, float), dim)
-    if not (np.isfinite(spectrum).all() and (spectrum >= 0).all() and spectrum.max() > 0):
-        raise check.refuse("spectrum", problem.spectrum, "finite and >= 0, not all 0", "give curvatures")
-    centre = np.broadcast_to(np.asarray(0.0 if problem.centre is None else problem.centre, float), dim)
-    object.__setattr__(problem, "dim", dim)
-    object.__setattr__(problem, "spectrum", np.ascontiguousarray(spectrum))
-    object.__setattr__(problem, "centre", np.ascontiguousarray(centre))
-
-
-def _fill_jump(problem: ShiftedQuadratic | TwoPoint, jump: float, probability: float) -> None:
-    """``x + jump`` with a probability, else ``x``: the gradient of a unit quadratic plus centred Bernoulli noise."""
-    object.__setattr__(problem, "noise", Bernoulli(jump, probability))
-    object.__setattr__(problem, "spectrum", np.ones(1))
-    object.__setattr__(problem, "centre", np.array([-jump * probability]))

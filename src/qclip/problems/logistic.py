@@ -1,9 +1,9 @@
 """Regularised logistic regression on a finite data set: every oracle is a finite sum."""
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy import special
 
 from qclip import _validate as check
@@ -12,27 +12,25 @@ from qclip.problems.noise import ClipMoments, clip_factor
 from qclip.problems.problem import Problem
 
 
-@dataclass(frozen=True, eq=False)
 class Logistic(Problem):
     """``f(x) = mean_i log(1 + exp(-y_i <a_i, x>)) + ridge/2 ||x||^2`` over rows a_i with labels y_i = ±1."""
 
-    features: Floats
-    labels: Floats
-    ridge: float = 0.01
-
-    def __post_init__(self) -> None:
-        features = np.ascontiguousarray(self.features, dtype=np.float64)
-        labels = np.asarray(self.labels, dtype=np.float64)
-        if features.ndim != 2 or labels.shape != features.shape[:1] or not len(labels):
-            shapes = f"features {features.shape}, labels {labels.shape}"
+    def __init__(self, features: ArrayLike, labels: ArrayLike, ridge: float = 0.01) -> None:
+        self.features = np.array(features, dtype=np.float64)
+        self.labels = np.array(labels, dtype=np.float64)
+        self.ridge = check.positive("ridge", ridge, "without it separable data have no minimiser")
+        if self.features.ndim != 2 or self.labels.shape != self.features.shape[:1] or not self.labels.size:
+            shapes = f"features {self.features.shape}, labels {self.labels.shape}"
             raise check.refuse("data", shapes, "features [n, d] and labels [n]", "give one label per row")
-        if not np.isfinite(features).all():
+        if not np.isfinite(self.features).all():
             raise check.refuse("features", "NaN or infinite", "finite", "clean or impute the rows first")
-        if not np.isin(labels, (-1, 1)).all():
-            raise check.refuse("labels", np.unique(labels)[:5].tolist(), "-1 or 1", "map the two classes to -1 and 1")
-        check.positive("ridge", self.ridge, "without it separable data have no minimiser")
-        object.__setattr__(self, "features", features)
-        object.__setattr__(self, "labels", labels)
+        if not np.isin(self.labels, (-1, 1)).all():
+            found = np.unique(self.labels)[:5].tolist()
+            raise check.refuse("labels", found, "-1 or 1", "map the two classes to -1 and 1")
+        self.dim = self.features.shape[1]
+        # The logistic loss has curvature at most 1/4 in each row's direction.
+        top = np.linalg.eigvalsh(self.features.T @ self.features / len(self.labels))[-1]
+        self.L = float(top / 4 + self.ridge)
 
     @classmethod
     def generate(
@@ -45,17 +43,6 @@ class Logistic(Problem):
         score = features @ rng.standard_normal(dim) * np.sqrt(dim)
         labels = np.where(rng.random(examples) < special.expit(score), 1.0, -1.0)
         return cls(features, labels, ridge)
-
-    @property
-    def dim(self) -> int:  # type: ignore[override]
-        """The number of features."""
-        return self.features.shape[1]
-
-    @cached_property
-    def L(self) -> float:  # type: ignore[override]
-        """A quarter of the largest eigenvalue of the second moment of the rows, plus the ridge."""
-        top = np.linalg.eigvalsh(self.features.T @ self.features / len(self.labels))[-1]
-        return float(top / 4 + self.ridge)
 
     @cached_property
     def minimiser(self) -> Floats:  # type: ignore[override]

@@ -226,7 +226,8 @@ class Bernoulli:
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...], dim: int) -> Floats:
         """Draws [*shape, 1]."""
-        return np.where(rng.random((*shape, 1)) < self.probability, *self.atoms)
+        jumped, stayed = self.atoms
+        return np.where(rng.random((*shape, 1)) < self.probability, jumped, stayed)
 
     def sigma(self, q: float, dim: int) -> float:
         """Closed form."""

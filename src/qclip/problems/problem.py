@@ -19,12 +19,16 @@ class Problem(ABC):
 
     dim: int
     L: float
-    f_inf: float
 
     @property
     @abstractmethod
     def minimiser(self) -> Floats:
         """A minimiser of f, [d]."""
+
+    @property
+    @abstractmethod
+    def f_inf(self) -> float:
+        """The infimum of f."""
 
     @abstractmethod
     def loss(self, x: Floats) -> Floats:

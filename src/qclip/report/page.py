@@ -14,7 +14,8 @@ table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { text-align: left; padding: .35rem .6rem; border-bottom: 1px solid #e3e7eb; vertical-align: top; }
 th { font-weight: 600; color: #55606b; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
 dl { display: grid; grid-template-columns: 7rem 1fr; gap: .15rem .8rem; margin: .6rem 0; }
-dt { color: #55606b; } dd { margin: 0; } code { font-size: .88em; background: #f2f4f6; padding: 0 .25em; border-radius: 3px; }
+dt { color: #55606b; } dd { margin: 0; }
+code { font-size: .88em; background: #f2f4f6; padding: 0 .25em; border-radius: 3px; }
 img { max-width: 100%; margin: .4rem 0; border: 1px solid #eef0f2; }
 a { color: #2563a8; text-decoration: none; }
 .tag { display: inline-block; border-radius: 3px; padding: 0 .5em; font-size: .82rem; font-weight: 600; color: #fff; }

@@ -6,7 +6,8 @@ Every form of the theorem has one shape. With h = 1 - p, for steps that leave th
 
 it says
 
-    (c/Gamma) sum gamma_t E||grad f||^2  <=  (w/Gamma) [ gap + sigma^2 sum gamma_t ( h_t^(2-2/q)/(2 beta) + gamma_t L v(h_t) ) ]
+    (c/Gamma) sum gamma_t E||grad f||^2
+        <=  (w/Gamma) [ gap + sigma^2 sum gamma_t ( h_t^(2-2/q)/(2 beta) + gamma_t L v(h_t) ) ]
 
 so a form is five facts: w, drag, curvature, the largest gamma L, and v (`TheoremForm`). docs/theory.md proves each.
 """
@@ -68,6 +69,7 @@ class TheoremForm:
     variance: Callable[[Floats, Floats], Floats]  # v(h_lo, h_hi): 1 - p_lo, and 1 - p_hi in negative powers
 
     def contraction(self, gamma_L: Floats, p: Floats, beta: float | Floats) -> Floats:
+        """What is left of the descent at each step."""
         return self.weight * (p - beta / 2 - gamma_L * (self.drag + self.curvature * p * (p - beta)))
 
 
@@ -267,6 +269,9 @@ def _bound(
     steps: int | None,
     p_hi: PerStep | None,
 ) -> Bound:
+    for name, value in (("beta", beta), ("c", c)):
+        if value is not None:
+            check.positive(name, value, "leave it out for the best one")
     gamma, p, upper, counts = align(gammas, ps, p_hi, steps)
     check_steps(rule, a, gamma * a.L, p, beta, c)
     return assemble(rule, a, gamma, p, upper, counts, beta, c)
@@ -282,7 +287,7 @@ def assemble(
     beta: float | None = None,
     c: float | None = None,
 ) -> Bound:
-    """The bound of a run that makes ``counts[i]`` steps with ``gamma[i]`` and an unclipped fraction in [p, upper][i]."""
+    """The bound of a run of ``counts[i]`` steps with ``gamma[i]`` and an unclipped fraction in [p[i], upper[i]]."""
     h_lo, h_hi, gamma_L = 1 - p, 1 - upper, gamma * a.L
     length = float(counts @ gamma)
     weights = counts * gamma / length
@@ -307,6 +312,7 @@ def divide(
         beta = _best_beta(rule, gamma_L, p, optimisation + variance, bias, c)
     if c is None:
         c = float(rule.contraction(gamma_L, p, beta).min())
+    assert c > 0, (beta, c)
     return Bound(optimisation / c, variance / c, bias / (beta * c) if bias else 0.0, beta, c)
 
 
@@ -337,23 +343,29 @@ def _best_beta(rule: TheoremForm, gamma_L: Floats, p: Floats, fixed: float, bias
     at_zero, slope = contraction_line(rule, gamma_L, p)
     ceiling = float(p.min()) if rule.curvature else 1.0
     if c is not None:  # the bound falls with beta: take the largest that leaves c
-        room = (at_zero - c) / np.maximum(slope, 1e-300)
-        return min(ceiling, float(room.min()))
+        room = float(((at_zero - c) / np.maximum(slope, 1e-300)).min())
+        if room <= 0:
+            raise check.refuse(
+                "c", c, f"below {at_zero.min():.6g} so that a beta > 0 is left", "lower c or the step size"
+            )
+        return min(ceiling, room)
     if p.size == 1:
         return float(best_beta_constant(at_zero, slope, fixed, bias, ceiling)[0])
 
     def log_bound(log_beta: float) -> float:
         beta = np.exp(log_beta)
-        left = (at_zero - slope * beta).min()
-        return np.log(fixed + bias / beta) - np.log(left) if left > 0 else np.inf
+        left = float((at_zero - slope * beta).min())
+        return float(np.log(fixed + bias / beta) - np.log(left)) if left > 0 else np.inf
 
-    # The best beta of each step taken alone brackets the best beta of all of them.
+    # The best beta of each step taken alone brackets the best beta of all of them; the contraction of every step
+    # must stay positive, which ends the bracket where the first of them vanishes.
     alone = best_beta_constant(at_zero, slope, fixed, bias, ceiling)
-    low, high = np.log(alone.min()), np.log(alone.max())
+    vanishes = float((at_zero / np.maximum(slope, 1e-300)).min())
+    low, high = np.log(alone.min()), np.log(min(alone.max(), vanishes))
     if high - low < 1e-12:
-        return float(alone[0])
+        return float(alone.min())
     found = minimize_scalar(log_bound, bounds=(low, high), method="bounded", options={"xatol": 1e-10})
-    return float(np.exp(found.x))
+    return float(np.exp(min((found.x, low), key=log_bound)))
 
 
 def contraction_line(rule: TheoremForm, gamma_L: Floats, p: Floats) -> tuple[Floats, Floats]:

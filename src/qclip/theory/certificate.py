@@ -22,25 +22,28 @@ def certificate(
     noise_multiplier: float,
     dim: int | Sequence[int],
     p_lo: float | None = None,
+    beta: float | None = None,
     fraction_std: ArrayLike = 0.0,
     confidence: float = 0.95,
 ) -> Bound:
     """The bound that a run's own thresholds certify, on the gamma-weighted mean of ``E ||grad f||^2``.
 
     No power of 1/(1-p) enters: the recorded tau_t stand where the theorem has to bound them, and only the
-    gamma-weighted mean of the clipped fraction matters. ``taus[t]`` was fixed before step t;
-    ``clipped_fractions[t]`` estimates ``P(||g|| > tau_t)`` with standard deviation ``fraction_std`` (scalar or per
-    step; its sampling and its privacy noise together). Noisy fractions are widened so that, with probability
-    ``confidence``, the mean fraction and every ``p_lo`` hold at once. ``p_lo``: a lower bound on every unclipped
-    fraction, where one is known. With groups, ``taus`` and ``clipped_fractions`` are [steps, groups] and ``dim`` has
-    one dimension per group.
+    gamma-weighted mean of the clipped fraction matters.
+
+    ``taus[t]`` was fixed before step t; ``clipped_fractions[t]`` estimates ``P(||g|| > tau_t)`` with standard deviation
+    ``fraction_std`` (scalar or per step; its sampling and its privacy noise together). Noisy fractions are widened so
+    that, with probability ``confidence``, the mean fraction and every ``p_lo`` hold at once. ``p_lo``: a lower bound on
+    every unclipped fraction, where one is known. ``beta``: the theorem's constant, at most p_lo; the best one for this
+    record when left out (fix it beforehand for an exact statement about the expectation when records differ between
+    runs). With groups, ``taus`` and ``clipped_fractions`` are [steps, groups] and ``dim`` has one entry per group.
 
     It bounds the expectation over runs; `Bound.one_run` gives what a single run satisfies.
     """
     tau, fraction = _matrix("taus", taus), _matrix("clipped_fractions", clipped_fractions)
     steps, groups = tau.shape
     gamma = check.sequence("gammas", gammas, low=0, high=np.inf, remedy="a step size is positive")
-    dims = np.array([check.count("dim", d, "give the number of parameters (of each group)") for d in np.atleast_1d(np.asarray(dim, dtype=object))], dtype=float)  # fmt: skip
+    dims = check.sequence("dim", dim, low=0, high=np.inf, remedy="give the number of parameters (of each group)")
     if gamma.size not in (1, steps) or fraction.shape != tau.shape or dims.size != groups:
         shapes = f"gammas {gamma.shape}, taus {tau.shape}, clipped_fractions {fraction.shape}, dim {dims.shape}"
         raise check.refuse(
@@ -66,11 +69,11 @@ def certificate(
     power_t = (tau**2).sum(axis=1) / B + (z / B * tau @ np.sqrt(dims)) ** 2
     worst = np.array([gamma.max() * a.L])
     rule = TheoremForm(weight=1, drag=0, curvature=0.5, step_cap=1, variance=lambda _, h: h)
-    check_steps(rule, a, worst, p, None, None)
+    check_steps(rule, a, worst, p, beta, None)
     optimisation = a.gap / float(gamma.sum())
-    variance = a.L / 2 * float(gamma**2 @ power_t) / gamma.sum()
+    variance = a.L / 2 * float(gamma**2 @ power_t / gamma.sum())
     bias = a.sigma**2 * mean_clipped ** (2 - 2 / a.q) / 2
-    return divide(rule, worst, p, optimisation, variance, bias)
+    return divide(rule, worst, p, optimisation, variance, bias, beta)
 
 
 def _matrix(name: str, values: ArrayLike) -> Floats:
@@ -84,7 +87,11 @@ def _matrix(name: str, values: ArrayLike) -> Floats:
 def _margins(gamma: Floats, std: ArrayLike, steps: int, groups: int, confidence: float) -> tuple[float, Floats]:
     """Margins on the mean clipped fraction and on each step's, that hold together with this confidence."""
     alpha = 1 - check.between("confidence", confidence, 0, 1, "0.95 is usual")
-    std = np.broadcast_to(np.asarray(std, dtype=np.float64), steps)
+    std = np.asarray(std, dtype=np.float64)
+    if std.ndim > 1 or std.size not in (1, steps):
+        remedy = "give one for all steps, or one per step (the largest of its groups')"
+        raise check.refuse("fraction_std", f"array of shape {std.shape}", f"a number or [{steps}]", remedy)
+    std = np.broadcast_to(std, steps)
     if not (std >= 0).all():
         raise check.refuse("fraction_std", float(np.min(std)), ">= 0", "it is a standard deviation")
     mean_std = float(np.sqrt(gamma**2 @ std**2) / gamma.sum())

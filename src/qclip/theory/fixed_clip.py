@@ -8,9 +8,9 @@ from qclip.theory.bounds import Bound
 def fixed_clip_bound(a: Assumptions, gamma: float, tau: float, *, steps: int) -> Bound:
     """The paper's display for clipped SGD at a constant tau: the order of its terms, constants left out.
 
-    ``(F/(gamma T tau))^2 + F/(gamma T)`` (optimisation), ``gamma L sigma^2`` (variance), ``min(sigma^2, sigma^4/tau^2)``
-    (bias). It is order-level: compare its growth, never its value, with the other bounds; and what Koloskova et al.
-    bound is the square of ``min_t E ||grad f||`` (erratum H). Needs bounded variance (q = 2).
+    ``(F/(gamma T tau))^2 + F/(gamma T)`` (optimisation), ``gamma L sigma^2`` (variance) and
+    ``min(sigma^2, sigma^4/tau^2)`` (bias). It is order-level: compare its growth, never its value, with the other
+    bounds; and what Koloskova et al. bound is the square of ``min_t E ||grad f||`` (erratum H). Needs q = 2.
 
     >>> fixed_clip_bound(Assumptions(L=1, sigma=1, q=2, gap=1), gamma=0.1, tau=2, steps=100).bias
     0.25

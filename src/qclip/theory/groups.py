@@ -33,7 +33,7 @@ class GroupNoise:
 
 def group_noise(
     taus: Sequence[float] | Floats,
-    dims: Sequence[int],
+    dims: Sequence[int] | Floats,
     noise_multiplier: float,
     allocation: Allocation = "optimal",
 ) -> GroupNoise:

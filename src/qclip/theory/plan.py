@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from scipy.interpolate import PchipInterpolator
@@ -107,8 +108,8 @@ class Plan:
     def moves(self) -> list[Move]:
         """How the optimum moves when the run, the noise or the problem changes by a factor of 2."""
         again = partial(plan, batch_size=self.batch_size, dim=self.dim, sampling=self.sampling)
-        noise = {"noise_multiplier": self.noise_multiplier}
-        budget = noise if self.privacy is None else {"privacy": self.privacy}
+        noise: dict[str, Any] = {"noise_multiplier": self.noise_multiplier}
+        budget: dict[str, Any] = noise if self.privacy is None else {"privacy": self.privacy}
         a = self.assumptions
         changed = {
             "twice the steps": again(a, steps=2 * self.steps, **budget),
@@ -127,7 +128,7 @@ class Plan:
             for name, new in changed.items()
         ]
 
-    def _public(self) -> dict:
+    def _public(self) -> dict[str, Any]:
         return {
             "batch_size": self.batch_size,
             "noise_multiplier": self.noise_multiplier,
@@ -172,7 +173,7 @@ def plan(
     def noise_for(steps: int) -> float:
         return privacy.noise_multiplier(batch_size, steps) if privacy else noise_multiplier
 
-    public = {"batch_size": batch_size, "dim": dim, "sampling": sampling}
+    public: dict[str, Any] = {"batch_size": batch_size, "dim": dim, "sampling": sampling}
     if steps is not None:
         steps = check.count("steps", steps, "a plan needs at least 2 steps", least=2)
         return _plan_steps(a, steps, noise_for(steps), privacy, public)
