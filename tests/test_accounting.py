@@ -1,4 +1,4 @@
-"""Epsilon against dp-accounting asked directly and against the Gaussian mechanism's closed form; noise that meets it."""
+"""Epsilon against dp-accounting asked directly and the Gaussian mechanism's closed form; noise that meets a target."""
 
 import math
 

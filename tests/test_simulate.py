@@ -142,7 +142,7 @@ def test_the_growth_that_refutes_the_printed_theorem_2():
     a = problem.assumptions(x0)
     arguments = {"batch_size": 1, "noise_multiplier": 1.0, "dim": 200, "steps": 60}
     assert bound_private(a, 0.05, 0.5, beta=0.2, c=0.2, form="printed", **arguments).total < 2 < run.mean()
-    with pytest.raises(ValueError, match="^gamma = "):
+    with pytest.raises(ValueError, match=r"^gamma = "):
         bound_private(a, 0.05, 0.5, form="corrected", **arguments)
 
 

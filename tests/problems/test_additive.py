@@ -250,9 +250,9 @@ def test_two_point_bias_at_omega_equal_to_p(p, r):
     """Erratum A: G^2 = s^2 h / p there."""
     problem = TwoPoint(r=r, omega=p)
     (x,) = problem.fixed_points(p)
-    G2 = float(problem.grad(np.array([x]))[0] ** 2)
-    assert G2 == pytest.approx(problem.sigma(2) ** 2 * (1 - p) / p, rel=1e-9)
-    assert G2 == pytest.approx((r * (1 - p)) ** 2, rel=1e-9)
+    square = float(problem.grad(np.array([x]))[0] ** 2)
+    assert square == pytest.approx(problem.sigma(2) ** 2 * (1 - p) / p, rel=1e-9)
+    assert square == pytest.approx((r * (1 - p)) ** 2, rel=1e-9)
 
 
 @given(x=st.floats(-5, 5), r=st.floats(0.1, 5), omega=st.floats(0.51, 0.99))
@@ -293,7 +293,7 @@ def test_shifted_fixed_point_in_closed_form(jump, probability, tau, expected):
 @pytest.mark.parametrize("tau", [0.0, -1.0, np.nan])
 def test_shifted_fixed_point_refuses_a_threshold_that_is_none(tau):
     for probability in (0.25, 0.8):
-        with pytest.raises(ValueError, match="^tau = "):
+        with pytest.raises(ValueError, match=r"^tau = "):
             ShiftedQuadratic(1.0, probability).fixed_point(tau)
 
 
@@ -303,11 +303,11 @@ def test_shifted_fixed_point_refuses_a_threshold_that_is_none(tau):
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: HeavyTailedQuadratic(), "dim"),
-        (lambda: HeavyTailedQuadratic(2, spectrum=[1.0, 2.0, 3.0]), "dim"),
-        (lambda: HeavyTailedQuadratic(spectrum=[1.0, 2.0], centre=[0.0]), "dim"),
+        (HeavyTailedQuadratic, "dim"),
+        (lambda: HeavyTailedQuadratic(2, spectrum=[1.0, 2.0, 3.0]), "lengths of dim, spectrum, centre"),
+        (lambda: HeavyTailedQuadratic(spectrum=[1.0, 2.0], centre=[0.0]), "lengths of dim, spectrum, centre"),
         (lambda: HeavyTailedQuadratic(spectrum=[1.0, -1.0]), "spectrum"),
-        (lambda: HeavyTailedQuadratic(2, spectrum=0.0), "spectrum"),
+        (lambda: HeavyTailedQuadratic(spectrum=[0.0, 0.0]), "spectrum"),
         (lambda: NonConvex(spectrum=[1.0, np.nan]), "spectrum"),
         (lambda: NonConvex(2, centre=[0.0, np.nan]), "centre"),
         (lambda: ShiftedQuadratic(-1.0, 0.5), "jump"),
@@ -328,7 +328,7 @@ def test_bad_arguments_are_named(make, name):
 def test_dim_spectrum_and_centre_fill_in_for_each_other():
     assert HeavyTailedQuadratic(spectrum=[1.0, 0.5]).dim == 2
     assert HeavyTailedQuadratic(centre=[1.0, 0.5, 0.0]).dim == 3
-    np.testing.assert_array_equal(HeavyTailedQuadratic(3, spectrum=2.0).spectrum, [2, 2, 2])
+    np.testing.assert_array_equal(HeavyTailedQuadratic(3, centre=[1.0, 0.5, 0.0]).spectrum, [1, 1, 1])
     assert TwoPoint(2.0, 0.7).point(1.5).shape == (1,)
 
 

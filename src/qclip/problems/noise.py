@@ -327,7 +327,7 @@ def isotropic_sf(noise: Isotropic, G: Floats, t: Floats, dim: int) -> Floats:
         out, back = noise.radius_sf(t - G, 1), noise.radius_sf(t + G, 1)
         missed = 1 - noise.radius_sf(np.maximum(G - t, 0), 1)  # with xi against g, too short to enter
         return 0.5 * (np.where(t >= G, out, 1.0) + back + np.where(t < G, missed, 0.0))[..., 0]
-    G = np.maximum(G, 1e-50)
+    G, t = np.maximum(G, 1e-50), np.maximum(t, 1e-100)  # so that every quotient below exists
     D = np.maximum(np.sqrt(np.abs(t - G) * (t + G)), 1e-9 * G)
     W = np.arcsinh(np.minimum(G, t) / D)
     theta, weight = _half_turn(dim)

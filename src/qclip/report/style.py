@@ -5,6 +5,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2563a8", "#d9822b", "#2e8b57", "#c23b3b", "#7b5aa6", "#7a7a7a"
 CYCLE = (BLUE, ORANGE, GREEN, RED, PURPLE, "#00808a", "#8a6d3b", GREY)
@@ -27,6 +28,9 @@ def label(ax: Axes, x: str, y: str, title: str = "", *, legend: bool = True) -> 
     """Axis labels, a title and, where something is labelled, a legend."""
     ax.set_xlabel(x, fontsize=9)
     ax.set_ylabel(y, fontsize=9)
+    for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
+        if axis.get_scale() == "log" and high / low > 10:
+            axis.set_minor_formatter(NullFormatter())  # the decades are enough, and minor labels collide
     if title:
         ax.set_title(title, fontsize=9.5)
     if legend and ax.get_legend_handles_labels()[0]:
