@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow lint format bench clean
+.PHONY: setup demo test test-slow lint format bench figures clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,10 @@ format: setup
 
 bench: setup
 	$(BIN)/python benchmarks/simulate.py
+
+figures: setup
+	$(BIN)/qclip reproduce --out out/full
+	for name in $$(grep -oh 'figures/[a-z0-9.-]*png' README.md docs/*.md | sort -u); do cp out/full/$$name docs/$$name; done
 
 clean:
 	rm -rf $(VENV) out build dist

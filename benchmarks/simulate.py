@@ -1,6 +1,8 @@
 """How long a million steps of 64 copies of QC-SGD in 10 dimensions take: bare numpy, the numpy loop, the compiled loop.
 
-The numpy rows are measured over fewer steps and extrapolated in proportion; the compiled rows run every step. All of it happens in one process, one after the other, so the ratios compare like with like.
+The numpy rows are measured over fewer steps and extrapolated in proportion; the compiled rows run every step. All of it
+happens in one process, one after the other, so the ratios compare like with like, as far as other work on the machine
+(see the load average) lets them.
 """
 
 import json
@@ -11,7 +13,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import tyro
@@ -19,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 SEEDS, DIM = 64, 10
+Loop = Literal["numpy", "compiled"]
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,13 @@ class Row:
 
 def main(options: Options) -> None:
     """Measure, then print."""
+    start_load = _load()
     with tempfile.TemporaryDirectory() as cache:
         os.environ["NUMBA_CACHE_DIR"] = cache  # an empty cache, so that the compilation is seen
         compile_seconds = _timed(lambda: _run("Gaussian, constant p", steps=10, loop="compiled"))
         rows = list(_measure(options))
-    facts = _facts() | {"compile_seconds": round(compile_seconds, 2), "seeds": SEEDS, "dim": DIM}
+    facts = _facts() | {"load": [start_load, _load()], "compile_seconds": round(compile_seconds, 2)}
+    facts |= {"seeds": SEEDS, "dim": DIM}
     if options.json:
         json.dump(facts | {"steps": options.steps, "rows": [asdict(row) for row in rows]}, sys.stdout, indent=2)
         print()
@@ -66,9 +73,10 @@ def _measure(options: Options):  # noqa: ANN202
     bare = _timed(lambda: _bare(options.bare_steps)) / options.bare_steps * options.steps
     yield Row("bare step", "numpy", options.bare_steps, bare * options.bare_steps / options.steps, bare, 1.0)
     for what in _settings():
-        for loop, steps in (("numpy", options.numpy_steps), ("compiled", options.steps)):
+        loops: tuple[tuple[Loop, int], ...] = (("numpy", options.numpy_steps), ("compiled", options.steps))
+        for loop, steps in loops:
             _run(what, steps=10, loop=loop)  # caches of quadrature nodes, and the compiled code
-            taken = _timed(lambda what=what, loop=loop, steps=steps: _run(what, steps=steps, loop=loop))
+            taken = _timed(partial(_run, what, steps=steps, loop=loop))
             full = taken / steps * options.steps
             yield Row(what, loop, steps, taken, full, full / bare)
 
@@ -99,7 +107,7 @@ def _settings() -> dict[str, dict]:
     }
 
 
-def _run(what: str, *, steps: int, loop: str) -> None:
+def _run(what: str, *, steps: int, loop: Loop) -> None:
     from qclip.simulate import simulate
 
     simulate(steps=steps, x0=np.ones(DIM), seeds=SEEDS, loop=loop, **_settings()[what])
@@ -122,6 +130,11 @@ def _facts() -> dict[str, str | int | None]:
         "numba": numba.__version__,
         "numba_threads": numba.get_num_threads(),
     }
+
+
+def _load() -> float | None:
+    """The one-minute load average, where there is one."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def _processor() -> str:
@@ -149,6 +162,8 @@ def _print(options: Options, facts: dict, rows: list[Row]) -> None:
         table.add_row(row.what, row.loop, measured, f"{row.seconds:.1f}", f"{row.over_bare:.2f}", faster)
     console.print(table)
     console.print(f"First compiled run, empty cache: {facts['compile_seconds']} s, most of it compilation.")
+    start, end = facts["load"]
+    console.print(f"Load average {start} at the start, {end} at the end.")
     console.print(", ".join(f"{name} {facts[name]}" for name in ("processor", "cpus", "python", "numpy", "numba")))
 
 

@@ -5,7 +5,7 @@ import math
 import dp_accounting
 import pytest
 from dp_accounting import pld, rdp
-from scipy.optimize import brentq
+from scipy.optimize import root_scalar
 from scipy.stats import norm
 
 from qclip import accounting
@@ -39,7 +39,7 @@ def test_reference_value():
 
 @pytest.mark.parametrize(("z", "steps"), [(2.0, 1), (5.0, 1), (10.0, 16)])
 def test_without_subsampling_it_is_the_gaussian_mechanism(z, steps):
-    exact = brentq(lambda e: gaussian_delta(e, z / math.sqrt(steps)) - 1e-5, 1e-3, 100)
+    exact = root_scalar(lambda e: gaussian_delta(e, z / math.sqrt(steps)) - 1e-5, bracket=(1e-3, 100)).root
     epsilon = accounting.epsilon(noise_multiplier=z, sample_rate=1, steps=steps, delta=1e-5)
     assert exact <= epsilon <= exact * 1.001 + 1e-3
 
@@ -73,7 +73,7 @@ def test_calibrated_noise_meets_the_target_and_wastes_little(target, rate, steps
 
 def test_calibrated_noise_of_one_full_release_is_the_closed_form():
     z = accounting.noise_multiplier(epsilon=3, delta=1e-5, sample_rate=1, steps=1)
-    exact = brentq(lambda z: gaussian_delta(3, z) - 1e-5, 0.1, 10)
+    exact = root_scalar(lambda z: gaussian_delta(3, z) - 1e-5, bracket=(0.1, 10)).root
     assert exact <= z <= 1.002 * exact
 
 

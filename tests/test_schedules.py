@@ -168,3 +168,9 @@ def test_coupled_without_assumptions_is_not_capped():
 def test_coupled_refuses(arguments, message):
     with pytest.raises(ValueError, match=message):
         coupled(**{"q": 2, "step_size": 0.5, "clipped_fraction": 0.4} | arguments)
+
+
+@pytest.mark.parametrize("steps", [-1, 2.5, "3"])
+def test_values_refuses_a_number_of_steps_that_is_none(steps):
+    with pytest.raises(ValueError, match=r"steps = .* must be .*; it is the number of values"):
+        values(0.5, steps)

@@ -4,6 +4,8 @@ Monte Carlo checks use fixed seeds and allow 5 standard errors: with fresh seeds
 fail by chance.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -140,7 +142,7 @@ def test_the_growth_that_refutes_the_printed_theorem_2():
     growth = run.grad_norm2[1:] / run.grad_norm2[:-1]
     assert growth.mean() == pytest.approx(1.4025, abs=5 * growth.std() / np.sqrt(growth.size))
     a = problem.assumptions(x0)
-    arguments = {"batch_size": 1, "noise_multiplier": 1.0, "dim": 200, "steps": 60}
+    arguments: dict[str, Any] = {"batch_size": 1, "noise_multiplier": 1.0, "dim": 200, "steps": 60}
     assert bound_private(a, 0.05, 0.5, beta=0.2, c=0.2, form="printed", **arguments).total < 2 < run.mean()
     with pytest.raises(ValueError, match=r"^gamma = "):
         bound_private(a, 0.05, 0.5, form="corrected", **arguments)
@@ -203,9 +205,10 @@ def test_the_record_belongs_to_the_state_before_the_step():
 
 @both_loops
 def test_what_is_recorded_does_not_change_the_run(loop):
-    arguments = {"step_size": 0.1, "p": 0.8, "steps": 60, "x0": X0, "seeds": 3, "loop": loop, "seed": 6}
+    arguments: dict[str, Any] = {"step_size": 0.1, "p": 0.8, "steps": 60, "x0": X0, "seeds": 3, "loop": loop, "seed": 6}
     full = simulate(NOISY, record=range(61), **arguments)
-    for record in (1, 7, 500, [], [0], [13, 5, 59], (60,), np.array([2, 2, 3])):
+    choices: list[Any] = [1, 7, 500, [], [0], [13, 5, 59], (60,), np.array([2, 2, 3])]
+    for record in choices:
         run = simulate(NOISY, record=record, **arguments)
         assert run.steps[-1] == 60
         assert np.all(np.diff(run.steps) > 0)
@@ -215,7 +218,7 @@ def test_what_is_recorded_does_not_change_the_run(loop):
 
 
 def test_recording_at_chosen_steps_and_at_a_number_of_them():
-    arguments = {"step_size": 0.1, "steps": 1000, "x0": [1.0, 1.0], "seeds": 1}
+    arguments: dict[str, Any] = {"step_size": 0.1, "steps": 1000, "x0": [1.0, 1.0], "seeds": 1}
     np.testing.assert_array_equal(simulate(QUIET, record=[10, 3, 10], **arguments).steps, [3, 10, 1000])
     marks = simulate(QUIET, record=20, **arguments).steps
     assert (marks[0], marks[1], marks[-1]) == (0, 1, 1000)
@@ -259,7 +262,7 @@ def test_the_unclipped_fraction_of_a_finite_data_set():
 
 @both_loops
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(loop):
-    arguments = {"step_size": 0.1, "p": 0.8, "steps": 30, "x0": X0, "seeds": 3, "loop": loop}
+    arguments: dict[str, Any] = {"step_size": 0.1, "p": 0.8, "steps": 30, "x0": X0, "seeds": 3, "loop": loop}
     first, again, other = (simulate(NOISY, seed=s, **arguments) for s in (7, 7, 8))
     generator = simulate(NOISY, seed=np.random.default_rng(7), **arguments)
     np.testing.assert_array_equal(first.final, again.final)
@@ -271,13 +274,13 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(loop):
 def test_progress_counts_the_steps(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", 8 * 3 * 3 * 2 * 40)  # 40 steps of 3 seeds in 3 dimensions
     seen = []
-    arguments = {"step_size": 0.1, "p": 0.8, "steps": 100, "x0": X0, "seeds": 3, "record": range(101)}
+    arguments: dict[str, Any] = {"step_size": 0.1, "p": 0.8, "steps": 100, "x0": X0, "seeds": 3, "record": range(101)}
     run = simulate(NOISY, progress=seen.append, **arguments)
     assert seen == [40, 80, 100]
     assert not np.isnan(run.tau[:-1]).any()  # every step was recorded across the cuts
     assert not np.isnan(run.mean_grad_norm2).any()
     # A run without any randomness does not feel the cuts.
-    quiet = {"step_size": 0.1, "steps": 100, "x0": [1.0, 1.0], "seeds": 3}
+    quiet: dict[str, Any] = {"step_size": 0.1, "steps": 100, "x0": [1.0, 1.0], "seeds": 3}
     np.testing.assert_array_equal(simulate(QUIET, **quiet).final, simulate(QUIET, **quiet, progress=seen.append).final)
 
 
@@ -381,7 +384,7 @@ def test_logistic_runs_approach_the_minimum(sampling):
     ],
 )
 def test_bad_arguments_are_named(change, name):
-    arguments = {"step_size": 0.1, "steps": 5, "x0": [1.0, 1.0], "seeds": 2, **change}
+    arguments: dict[str, Any] = {"step_size": 0.1, "steps": 5, "x0": [1.0, 1.0], "seeds": 2, **change}
     with pytest.raises(ValueError, match=rf"^{name}(\[0\])? = "):
         simulate(QUIET, **arguments)
 

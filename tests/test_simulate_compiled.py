@@ -1,6 +1,7 @@
 """The compiled loop equals the numpy loop on the same draws, and its quantile table is as good as it says."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ def test_the_loops_agree_across_chunks(monkeypatch):
 
 def test_auto_is_the_compiled_loop_for_additive_noise():
     problem = HeavyTailedQuadratic(3, Gaussian(0.5))
-    arguments = {"step_size": 0.1, "p": 0.8, "steps": 20, "x0": np.ones(3), "seeds": 2}
+    arguments: dict[str, Any] = {"step_size": 0.1, "p": 0.8, "steps": 20, "x0": np.ones(3), "seeds": 2}
     auto, compiled = (simulate(problem, loop=loop, **arguments) for loop in ("auto", "compiled"))
     np.testing.assert_array_equal(auto.final, compiled.final)
 
@@ -116,7 +117,13 @@ def test_auto_is_the_compiled_loop_for_additive_noise():
 def test_auto_runs_where_the_table_is_refused():
     """A tail so heavy, at quantiles so close to 1, that the table may refuse: "auto" then has another loop."""
     problem = HeavyTailedQuadratic(1, StudentT(1.5))
-    arguments = {"step_size": 0.1, "p": lambda t: (0.6, 0.9999)[t % 2], "steps": 4, "x0": [1.0], "seeds": 2}
+    arguments: dict[str, Any] = {
+        "step_size": 0.1,
+        "p": lambda t: (0.6, 0.9999)[t % 2],
+        "steps": 4,
+        "x0": [1.0],
+        "seeds": 2,
+    }
     auto, reference = (simulate(problem, loop=loop, **arguments) for loop in ("auto", "numpy"))
     np.testing.assert_allclose(auto.final, reference.final, rtol=1e-5)
 
@@ -162,7 +169,7 @@ class Wrapped:
 
 @pytest.mark.parametrize("problem", [Quartic(), HeavyTailedQuadratic(2, Wrapped(Pareto(2.5, 0.4)))])
 def test_a_problem_or_noise_of_ones_own_is_not_mistaken_for_a_known_one(problem):
-    arguments = {"step_size": 0.05, "p": 0.7, "steps": 20, "x0": [0.3, 0.9], "seeds": 3}
+    arguments: dict[str, Any] = {"step_size": 0.05, "p": 0.7, "steps": 20, "x0": [0.3, 0.9], "seeds": 3}
     auto, reference = (simulate(problem, loop=loop, **arguments) for loop in ("auto", "numpy"))
     np.testing.assert_allclose(auto.final, reference.final, rtol=1e-9)
 
@@ -178,9 +185,9 @@ def test_the_tables_error_is_below_its_tolerance(noise, dim, low, high):
     p = rng.uniform(low, high, G.size)
     g = np.zeros((G.size, dim))
     g[:, -1] = G
-    read = [
-        _read(table.values, *table.log_h, table.scale, size, np.log1p(-level)) for size, level in zip(G, p, strict=True)
-    ]
+    low_h, high_h = table.log_h
+    points = zip(G, np.log1p(-p), strict=True)
+    read = [_read(table.values, low_h, high_h, table.scale, size, log_h) for size, log_h in points]
     # The table measures its error at 100 points of its own; elsewhere it may be a little worse.
     np.testing.assert_allclose(read, noise.quantile(g, p), atol=3 * TABLE_TOLERANCE * table.scale, rtol=1e-13)
 

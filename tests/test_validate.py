@@ -28,7 +28,7 @@ def test_real_refuses_what_is_not_finite(value):
         check.real("x", value, "measure it")
 
 
-@pytest.mark.parametrize("value", [None, "one", [1.0, 2.0], 1j, {}])
+@pytest.mark.parametrize("value", [None, "one", "0.5", [1.0, 2.0], 1j, {}, 10**400])
 def test_real_refuses_what_is_not_a_number(value):
     with pytest.raises(ValueError, match=r"^x = .* must be a number; pass a finite number$"):
         check.real("x", value)
@@ -109,9 +109,11 @@ def test_choice_lists_the_options():
         check.choice("form", "shrap", iter(("sharp", "blunt")))
 
 
-@pytest.mark.parametrize(("values", "expected"), [(0.5, [0.5]), ([0.1, 0.2], [0.1, 0.2]), (np.float32([0.5]), [0.5])])
+@pytest.mark.parametrize(
+    ("values", "expected"), [(0.5, [0.5]), ([0.1, 0.2], [0.1, 0.2]), (np.ones(1, np.float32), [1.0])]
+)
 def test_sequence_is_one_dimensional_and_of_double_precision(values, expected):
-    array = check.sequence("p", values, low=0, high=1, remedy="a remedy")
+    array = check.sequence("p", values, low=0, high=2, remedy="a remedy")
     assert array.dtype == np.float64
     np.testing.assert_array_equal(array, expected)
 
@@ -134,3 +136,17 @@ def test_sequence_names_the_first_bad_entry(bad):
 def test_sequence_without_an_upper_end_still_wants_finite_values(bad):
     with pytest.raises(ValueError, match=rf"^gamma\[1\] = {bad} must be finite and > 0; a remedy$"):
         check.sequence("gamma", [1e300, bad], low=0, high=np.inf, remedy="a remedy")
+
+
+@pytest.mark.parametrize("values", ["fast", [[1.0], [2.0, 3.0]], [None]])
+def test_sequence_refuses_what_are_not_numbers(values):
+    with pytest.raises(ValueError, match=r"^x = .* must be a number or a sequence of numbers; give numbers$"):
+        check.sequence("x", values, low=0, high=1, remedy="give numbers")
+
+
+def test_sequence_can_admit_its_low_end_and_ask_for_whole_numbers():
+    assert check.sequence("x", [0, 2], low=0, high=5, remedy="", closed=True, whole=True).tolist() == [0, 2]
+    with pytest.raises(ValueError, match=r"^x\[0\] = 0.0 must be finite and > 0; r$"):
+        check.sequence("x", [0, 2], low=0, high=math.inf, remedy="r")
+    with pytest.raises(ValueError, match=r"^x\[1\] = 2.5 must be whole, finite and >= 0; r$"):
+        check.sequence("x", [0, 2.5], low=0, high=math.inf, remedy="r", closed=True, whole=True)

@@ -20,8 +20,8 @@ def refuse(name: str, value: object, bound: str, remedy: str) -> ValueError:
 def real(name: str, value: object, remedy: str = "pass a finite number") -> float:
     """A finite float."""
     try:
-        number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
+        number = float("text" if isinstance(value, str) else value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
         raise refuse(name, value, "a number", remedy) from None
     if not math.isfinite(number):
         raise refuse(name, value, "finite", remedy)
@@ -80,15 +80,27 @@ def choice(name: str, value: str, options: Iterable[str]) -> str:
     return value
 
 
-def sequence(name: str, values: ArrayLike, *, low: float, high: float, remedy: str) -> Floats:
-    """A scalar or one-dimensional sequence, as an array of at least one value strictly inside (low, high)."""
-    array = np.atleast_1d(np.asarray(values, dtype=np.float64))
+def sequence(
+    name: str, values: ArrayLike, *, low: float, high: float, remedy: str, whole: bool = False, closed: bool = False
+) -> Floats:
+    """A scalar or one-dimensional sequence, as an array of at least one value strictly inside (low, high).
+
+    ``closed`` admits ``low``; ``whole`` asks for whole numbers.
+    """
+    try:
+        array = np.atleast_1d(np.asarray(values, dtype=np.float64))
+    except (TypeError, ValueError):
+        raise refuse(name, values, "a number or a sequence of numbers", remedy) from None
     if array.ndim != 1 or array.size == 0:
         raise refuse(name, f"array of shape {array.shape}", "a number or a non-empty 1-D sequence", remedy)
-    bad = ~((array > low) & (array < high))  # a NaN is bad too
+    bad = ~(((array >= low) if closed else (array > low)) & (array < high))  # a NaN is bad too
+    if whole:
+        bad |= array != np.round(array)
     if bad.any():
         where = int(np.argmax(bad))
         label = name if array.size == 1 else f"{name}[{where}]"
-        bound = f"in ({low:g}, {high:g})" if math.isfinite(high) else f"finite and > {low:g}"
+        sign = ">=" if closed else ">"
+        bound = f"in ({low:g}, {high:g})" if math.isfinite(high) else f"finite and {sign} {low:g}"
+        bound = f"whole, {bound}" if whole else bound
         raise refuse(label, float(array[where]), bound, remedy)
     return array

@@ -53,7 +53,7 @@ def noise_multiplier(*, epsilon: float, delta: float, sample_rate: float, steps:
         target,
         delta,
         dp_accounting.ExplicitBracketInterval(low, high),
-        tol=5e-4 * high,
+        tol=5e-4 * low,
     )
     found = float(found)
     while spent(found) > target:

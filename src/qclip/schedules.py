@@ -145,6 +145,7 @@ def values(schedule: Schedule | float, steps: int) -> Floats:
     >>> values(0.5, 3)
     array([0.5, 0.5, 0.5])
     """
+    steps = check.count("steps", steps, "it is the number of values", least=0)
     if isinstance(schedule, Polynomial | Unclipped):
         return schedule.at(np.arange(steps))
     if callable(schedule):

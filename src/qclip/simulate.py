@@ -128,18 +128,18 @@ def simulate(
     state = State(start, np.zeros(seeds))
     tables = {name: np.full((marks.size, seeds), np.nan) for name in ("x2", "f", "tau", "unclipped", "mean")}
     rng = np.random.default_rng(seed)
+    travelled = np.concatenate([[0.0], np.cumsum(run.gamma)])  # the sum of the step sizes before each step
     for first, draws in _chunks(run, seeds, rng):
         size = draws.counts.shape[0]
         inside = (marks >= first) & (marks < first + size)
         offsets = marks[inside] - first
         xs, thresholds, unclipped, weighted = execute(run, state, draws, first, offsets)
-        length = np.concatenate([[0.0], np.cumsum(run.gamma)])[marks[inside]]
-        _write(tables, inside, problem, xs, weighted, length)
+        _write(tables, inside, problem, xs, weighted, travelled[marks[inside]])
         tables["tau"][inside], tables["unclipped"][inside] = thresholds, unclipped
         if progress is not None:
             progress(first + size)
     last = np.arange(marks.size) == marks.size - 1
-    _write(tables, last, problem, state.x[None], state.weighted[None], run.gamma.sum(keepdims=True))
+    _write(tables, last, problem, state.x[None], state.weighted[None], travelled[-1:])
     return Trajectories(marks, tables["x2"], tables["f"], tables["tau"], tables["unclipped"], tables["mean"], state.x)
 
 
@@ -199,7 +199,7 @@ def _marks(record: int | Sequence[int], steps: int) -> np.ndarray:
 
 
 def _chunks(run: Run, seeds: int, rng: np.random.Generator) -> Iterator[tuple[int, Draws]]:
-    """The randomness of the run, a piece at a time, independent of where the pieces are cut only in distribution."""
+    """The randomness of the run, a piece at a time, so that a long run needs little memory."""
     steps, dim = run.gamma.size, run.problem.dim
     width = run.batch_size * 2 if run.poisson else run.batch_size
     size = max(1, min(steps, CHUNK_BYTES // (8 * seeds * dim * (width + 1))))

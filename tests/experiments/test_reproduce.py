@@ -49,7 +49,7 @@ def test_nothing_is_left_half_written(written):
 def test_select_keeps_the_order_of_the_report_and_names_near_misses():
     assert [c.id for c in select(("certificate", "lemma1-bias"))] == ["lemma1-bias", "certificate"]
     assert len(select(())) == len(module.CLAIMS)
-    with pytest.raises(ValueError, match="certifcate.*did you mean certificate"):
+    with pytest.raises(ValueError, match=r"certifcate.*did you mean certificate"):
         select(("certifcate",))
 
 

@@ -59,10 +59,8 @@ def test_gaussian_sigma_is_a_moment_of_the_chi_law(q, dim):
 @pytest.mark.parametrize("dim", [1, 2, 5, 30])
 @pytest.mark.parametrize(("q", "df"), [(1.0, 1.5), (1.3, 1.5), (1.3, 3.0), (2.0, 2.5), (2.0, 8.0), (3.0, 4.0)])
 def test_student_sigma_is_a_moment_of_the_f_law(q, df, dim):
-    law = stats.f(dim, df)  # of ||xi||^2 / (scale^2 dim)
-
-    def integrand(y: float) -> float:
-        return np.exp(y * q / 2 + law.logpdf(np.exp(y)) + y)
+    def integrand(y: float) -> float:  # ||xi||^2 / (scale^2 dim) = e^y has this law
+        return np.exp(y * q / 2 + stats.f.logpdf(np.exp(y), dim, df) + y)
 
     moment = sum(integrate.quad(integrand, *ends, limit=500)[0] for ends in ((-80, 0), (0, 20), (20, 300)))
     assert StudentT(df, 0.6).sigma(q, dim) == pytest.approx(0.6 * np.sqrt(dim) * moment ** (1 / q), rel=1e-7)
@@ -161,15 +159,14 @@ def test_gaussian_quantile_in_many_dimensions(dim, size):
 @pytest.mark.parametrize("df", [1.5, 4.0])
 def test_student_quantile_by_integration_over_the_mixing_variable(df, p, dim):
     scale = 0.6
-    mixing = stats.chi2(df)  # xi = scale N(0, I) / sqrt(W/df): a Gaussian given W
 
     def reached(size: float, t: float) -> float:
         def integrand(y: float) -> float:
-            w = np.exp(y)
+            w = np.exp(y)  # xi = scale N(0, I) / sqrt(w/df): a Gaussian given w, which is chi-squared
             ratio = w / df / scale**2
-            return stats.ncx2.cdf(t**2 * ratio, dim, size**2 * ratio) * mixing.pdf(w) * w
+            return stats.ncx2.cdf(t**2 * ratio, dim, size**2 * ratio) * stats.chi2.pdf(w, df) * w
 
-        low, high = np.log(mixing.ppf([1e-14, 1 - 1e-14]))
+        low, high = np.log(stats.chi2.ppf([1e-14, 1 - 1e-14], df))
         return integrate.quad(integrand, low, high, limit=400, epsabs=1e-12)[0]
 
     for size in (0.05, 1.0, 12.0):

@@ -25,7 +25,7 @@ def test_frozen_hashable_and_compared_by_value():
     a = Assumptions(**GOOD)
     assert {a} == {Assumptions(**GOOD)}
     with pytest.raises(dataclasses.FrozenInstanceError):
-        a.L = 3
+        a.L = 3  # pyrefly: ignore
 
 
 def test_replace_checks_again():

@@ -95,6 +95,14 @@ def test_a_known_lower_bound_replaces_the_lowest_fraction():
     assert certificate(ONE, 0.1, np.ones(3), fractions, p_lo=0.5, **PUBLIC).total > measured.total
 
 
+@given(st.floats(0.01, 0.8))
+def test_a_beta_fixed_beforehand_never_beats_the_best_one(beta):
+    record = 0.1, np.ones(3), [0.1, 0.2, 0.1]
+    best, fixed = certificate(ONE, *record, **PUBLIC), certificate(ONE, *record, **PUBLIC, beta=beta)
+    assert fixed.beta == beta
+    assert fixed.total >= best.total * (1 - 1e-12)
+
+
 def test_nothing_clipped_leaves_no_bias():
     found = certificate(ONE, 0.1, np.ones(3), np.zeros(3), **PUBLIC)
     assert found.bias == 0
@@ -156,7 +164,7 @@ def test_more_confidence_costs_more():
         ({"dim": [1, 2]}, r"shapes = .*dim \(2,\)"),
         ({"taus": [1.0, 0.0]}, "taus = 0.0 must be finite and > 0 at every step; check what was recorded"),
         ({"taus": [1.0, math.nan]}, "taus = nan must be finite and > 0"),
-        ({"taus": [1.0, math.inf]}, "taus = .* must be finite and > 0"),
+        ({"taus": [1.0, math.inf]}, "taus = inf must be finite and > 0"),
         ({"taus": 1.0}, r"taus = 'array of shape \(\)' must be \[steps\] or \[steps, groups\]; record each step"),
         ({"clipped_fractions": [0.1, math.nan]}, "clipped_fractions = .* must be finite"),
         ({"clipped_fractions": [0.1, 1.0]}, r"lowest unclipped fraction .* must be in \(0, 1\]; pass p_lo"),
@@ -164,9 +172,11 @@ def test_more_confidence_costs_more():
         ({"fraction_std": -0.1}, "fraction_std = -0.1 must be >= 0; it is a standard deviation"),
         ({"confidence": 1}, r"confidence = 1 must be in \(0, 1\); 0.95 is usual"),
         ({"p_lo": 0}, r"p_lo = 0 must be in \(0, 1\]; it bounds every unclipped fraction from below"),
+        ({"beta": 0}, r"beta = 0 must be"),
+        ({"beta": 0.9}, r"beta = 0.9 must be at most p = 0.8; lower beta, raise p, or leave beta out"),
         ({"batch_size": 0}, "batch_size = 0 must be > 0"),
         ({"noise_multiplier": -1}, "noise_multiplier = -1 must be >= 0"),
-        ({"dim": 0}, "dim = 0.* must be .*; give the number of parameters"),
+        ({"dim": 0}, "dim = 0.* must be .*; count the parameters"),
     ],
 )
 def test_refuses(change, message):

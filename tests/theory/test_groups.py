@@ -79,7 +79,8 @@ def test_no_noise_is_no_noise():
     [
         ({"taus": [1, 0]}, r"taus\[1\] = 0.0 must be finite and > 0; a threshold is positive"),
         ({"taus": [1, math.nan]}, r"taus\[1\] = nan must be finite and > 0"),
-        ({"dims": [4, 0]}, r"dims\[1\] = 0.0 must be .*; a group has at least one parameter"),
+        ({"dims": [4, 0]}, r"dims\[1\] = 0.0 must be .*; count the parameters of each group"),
+        ({"dims": [4, 1.5]}, r"dims\[1\] = 1.5 must be whole, finite and > 0; count the parameters of each group"),
         ({"dims": [4]}, r"len\(dims\) = 1 must be len\(taus\) = 2; give one dimension per threshold"),
         ({"noise_multiplier": -1}, "noise_multiplier = -1 must be >= 0; 0 means no noise"),
         ({"allocation": "fair"}, "allocation = 'fair' must be one of 'optimal', 'equal', 'proportional'"),
@@ -158,15 +159,17 @@ def test_varying_steps_weigh_by_their_size():
     [
         ({"ps": [0.5, 1.0]}, r"ps\[1\] = 1.0 must be in \(0, 1\); give one quantile per group"),
         ({"ps": [0.5]}, r"len\(ps\) = 1 must be len\(dims\) = 2; give one quantile per group"),
-        ({"dims": [0, 3]}, r"dims\[0\] = 0.0 must be .*; a group has at least one parameter"),
+        ({"dims": [0, 3]}, r"dims\[0\] = 0.0 must be .*; count the parameters of each group"),
         ({"sigmas": [1.0]}, r"len\(sigmas\) = 1 must be len\(dims\) = 2; give one moment bound per group"),
-        ({"sigmas": [0.5, -0.5]}, r"sigmas\[1\] = -0.5 must be .*; give one moment bound per group"),
+        ({"sigmas": [0.5, -0.5]}, r"sigmas\[1\] = -0.5 must be finite and >= 0; give one moment bound per group"),
         ({"sigmas": [0.5, 0.5], "gammas": 5.0}, r"gamma = 5.0 must be below .* at p = 0.5; lower the step size"),
         ({"gammas": 5.0}, r"gamma = 5.0 must be below .* at p = 0.5; lower the step size"),
         ({"steps": None}, "steps = None must be a whole number"),
         ({"sampling": "shuffle"}, "sampling = 'shuffle' must be one of 'poisson', 'iid'"),
         ({"noise_multiplier": -1}, "noise_multiplier = -1 must be >= 0"),
         ({"beta": 0.6}, "beta = 0.6 must be at most p = 0.5"),
+        ({"sigmas": [0.5, 0.5], "beta": 0}, "beta = 0 must be"),
+        ({"sigmas": [0.5, 0.5], "c": 0}, "c = 0 must be"),
     ],
 )
 def test_bound_groups_refuses(arguments, message):

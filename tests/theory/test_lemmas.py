@@ -51,6 +51,20 @@ def test_lemma_2_by_hand():
     assert value == pytest.approx(-0.1 * (0.75 - 0.25 - 0.2) * 4 + 0.1 * 0.25 * 9 / 1 + 0.01 * 2 * 9 * 4)
 
 
+def test_lemma_2_splits_the_bias_tightly():
+    """A rare far atom against the gradient, a tiny step and the best beta: f falls by what the lemma says."""
+    h, far = 1e-5, 1.0
+    G = 3 * h * far
+    values, weights = np.array([G + far, G - far * h / (1 - h)]), np.array([h, 1 - h])
+    factors = np.array([abs(values[1]) / values[0], 1.0])
+    mean, alpha = float(weights @ (factors * values)), float(weights @ factors)
+    a = Assumptions(L=1, sigma=moment(values - G, weights, 2), q=2, gap=0)
+    gamma, beta = 1e-12, abs(mean - alpha * G) / G
+    exact = -gamma * G * mean
+    assert exact < 0
+    assert lemma2_descent(a, gamma, 1 - h, G, beta=beta, mean_factor=alpha) == pytest.approx(exact, rel=1e-2)
+
+
 def test_lemma_2_is_better_with_the_mean_factor_known():
     arguments = {"gamma": 0.1, "p": 0.5, "grad_norm": 2.0, "beta": 0.5}
     assert lemma2_descent(ONE, **arguments, mean_factor=0.5) == lemma2_descent(ONE, **arguments)

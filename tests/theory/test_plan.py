@@ -296,7 +296,7 @@ def test_refuses(arguments, message):
         ((0, 1e-5, 1000), {}, "epsilon = 0 must be > 0; it is the privacy budget"),
         ((1, 1.0, 1000), {}, r"delta = 1.0 must be in \(0, 1\); well below 1/\(dataset size\)"),
         ((1, 1e-5, 0), {}, "examples = 0 must be >= 1; it is the size of the dataset"),
-        ((1, 1e-5, 10), {"batch_size": 20}, "batch_size = 20 must be at most examples = 10; lower the batch size"),
+        ((1, 1e-5, 10), {"batch_size": 20}, "batch_size = 20.0 must be at most examples = 10; lower the batch size"),
         ((1, 1e-5, 10), {"noise_multiplier": 1}, "noise_multiplier = 1 must be left out when privacy is given; pass"),
     ],
 )

@@ -11,16 +11,20 @@ from qclip.problems.problem import Problem
 
 
 class AdditiveNoise(Problem):
-    """``g = grad f(x) + xi`` with xi independent of x, hence one sigma everywhere. f is a sum over coordinates."""
+    """``g = grad f(x) + xi`` with xi independent of x, hence one sigma everywhere. f is a sum over coordinates.
 
+    ``dim`` alone gives a unit spectrum; ``spectrum`` alone gives the dimension.
+    """
+
+    curvature: float = 1.0  # the largest second derivative of a coordinate of unit spectrum
     f_inf: float = 0.0  # type: ignore[bad-override]
 
     def __init__(
         self,
-        dim: int | None,
-        noise: Noise,
-        spectrum: Sequence[float] | Floats | None,
-        centre: Sequence[float] | Floats | None,
+        dim: int | None = None,
+        noise: Noise = Gaussian(),  # noqa: B008  (immutable)
+        spectrum: Sequence[float] | Floats | None = None,
+        centre: Sequence[float] | Floats | None = None,
     ) -> None:
         sizes = {np.size(given) for given in (spectrum, centre) if given is not None} | ({dim} if dim else set())
         if len(sizes) > 1:
@@ -35,6 +39,7 @@ class AdditiveNoise(Problem):
         """Where each coordinate is minimal."""
         if not (np.isfinite(self.spectrum).all() and self.spectrum.min() >= 0 and self.spectrum.max() > 0):
             raise check.refuse("spectrum", spectrum, "finite and >= 0, not all 0", "give curvatures")
+        self.L = self.curvature * float(self.spectrum.max())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(dim={self.dim}, noise={self.noise})"
@@ -70,22 +75,10 @@ class AdditiveNoise(Problem):
 class HeavyTailedQuadratic(AdditiveNoise):
     """``f(x) = 1/2 sum_i spectrum_i (x_i - centre_i)^2`` with any noise law.
 
-    ``dim`` alone gives a unit spectrum; ``spectrum`` alone gives the dimension.
-
     >>> problem = HeavyTailedQuadratic(spectrum=[1.0, 0.1], noise=Gaussian(0.5))
     >>> problem.L, round(problem.sigma(2), 6)
     (1.0, 0.707107)
     """
-
-    def __init__(
-        self,
-        dim: int | None = None,
-        noise: Noise = Gaussian(),  # noqa: B008  (immutable)
-        spectrum: Sequence[float] | Floats | None = None,
-        centre: Sequence[float] | Floats | None = None,
-    ) -> None:
-        super().__init__(dim, noise, spectrum, centre)
-        self.L = float(self.spectrum.max())
 
     def loss(self, x: Floats) -> Floats:
         """The quadratic."""
@@ -99,15 +92,7 @@ class HeavyTailedQuadratic(AdditiveNoise):
 class NonConvex(AdditiveNoise):
     """``f(x) = sum_i spectrum_i u_i^2 / (1 + u_i^2)``, u = x - centre: smooth, bounded, flat far from its minimum."""
 
-    def __init__(
-        self,
-        dim: int | None = None,
-        noise: Noise = Gaussian(),  # noqa: B008  (immutable)
-        spectrum: Sequence[float] | Floats | None = None,
-        centre: Sequence[float] | Floats | None = None,
-    ) -> None:
-        super().__init__(dim, noise, spectrum, centre)
-        self.L = 2 * float(self.spectrum.max())  # the second derivative of u^2/(1+u^2) is at most 2, at 0
+    curvature = 2.0  # the second derivative of u^2/(1+u^2) at 0, its largest
 
     def loss(self, x: Floats) -> Floats:
         """The sum of saturating wells."""

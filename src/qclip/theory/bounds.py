@@ -255,7 +255,8 @@ def align(
         raise check.refuse("steps", steps, f"{length}, the number of values given", "leave steps out")
     gamma, p, upper = (np.broadcast_to(array, length) for array in (gamma, p, upper))
     if (upper < p).any():
-        raise check.refuse("p_hi", "a value below p", "at least p at every step", "swap the two, or widen the interval")
+        t = int(np.argmax(upper < p))
+        raise check.refuse("p_hi", float(upper[t]), f"at least p = {p[t]:g}", "swap the two, or widen the interval")
     return gamma, p, upper, counts
 
 
@@ -269,9 +270,6 @@ def _bound(
     steps: int | None,
     p_hi: PerStep | None,
 ) -> Bound:
-    for name, value in (("beta", beta), ("c", c)):
-        if value is not None:
-            check.positive(name, value, "leave it out for the best one")
     gamma, p, upper, counts = align(gammas, ps, p_hi, steps)
     check_steps(rule, a, gamma * a.L, p, beta, c)
     return assemble(rule, a, gamma, p, upper, counts, beta, c)
@@ -320,6 +318,9 @@ def check_steps(
     rule: TheoremForm, a: Assumptions, gamma_L: Floats, p: Floats, beta: float | None, c: float | None
 ) -> None:
     """Refuse a step size for which the theorem does not hold with these beta and c (or with any)."""
+    for name, value in (("beta", beta), ("c", c)):
+        if value is not None:
+            check.positive(name, value, "leave it out for the best one")
     _check_constants(rule, float(p.min()), beta or 0.0, c or 0.0)
     left = rule.contraction(gamma_L, p, beta or 0.0) - (c or 0.0)
     # With c given the condition may hold with equality; rounding must not turn that into a refusal.

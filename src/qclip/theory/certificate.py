@@ -43,14 +43,15 @@ def certificate(
     tau, fraction = _matrix("taus", taus), _matrix("clipped_fractions", clipped_fractions)
     steps, groups = tau.shape
     gamma = check.sequence("gammas", gammas, low=0, high=np.inf, remedy="a step size is positive")
-    dims = check.sequence("dim", dim, low=0, high=np.inf, remedy="give the number of parameters (of each group)")
+    dims = check.sequence("dim", dim, low=0, high=np.inf, remedy="count the parameters (of each group)", whole=True)
     if gamma.size not in (1, steps) or fraction.shape != tau.shape or dims.size != groups:
         shapes = f"gammas {gamma.shape}, taus {tau.shape}, clipped_fractions {fraction.shape}, dim {dims.shape}"
         raise check.refuse(
             "shapes", shapes, "one row per step and one column per group", "record all of them each step"
         )
-    if not ((tau > 0) & np.isfinite(tau)).all():
-        raise check.refuse("taus", float(tau.min()), "finite and > 0 at every step", "check what was recorded")
+    usable = (tau > 0) & np.isfinite(tau)
+    if not usable.all():
+        raise check.refuse("taus", float(tau[~usable][0]), "finite and > 0 at every step", "check what was recorded")
     if not np.isfinite(fraction).all():
         raise check.refuse("clipped_fractions", "NaN or infinite", "finite", "check what was recorded")
     gamma = np.broadcast_to(gamma, steps)
@@ -61,7 +62,7 @@ def certificate(
     mean_margin, step_margin = _margins(gamma, fraction_std, steps, groups, confidence)
     mean_clipped = float(np.clip(gamma @ h / gamma.sum() + mean_margin, 0, 1))
     if p_lo is None:
-        lowest = float((1 - h - step_margin).min())
+        lowest = min(1.0, float((1 - h - step_margin).min()))
         remedy = "pass p_lo, a lower bound that you know, or record less noisy fractions"
         p_lo = check.between("lowest unclipped fraction less its margin", lowest, 0, 1, remedy, closed="high")
     p = np.array([check.between("p_lo", p_lo, 0, 1, "it bounds every unclipped fraction from below", closed="high")])

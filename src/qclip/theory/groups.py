@@ -47,7 +47,7 @@ def group_noise(
     [36.0, 40.0, 40.0]
     """
     tau = check.sequence("taus", taus, low=0, high=np.inf, remedy="a threshold is positive")
-    dim = check.sequence("dims", dims, low=0, high=np.inf, remedy="a group has at least one parameter")
+    dim = check.sequence("dims", dims, low=0, high=np.inf, remedy="count the parameters of each group", whole=True)
     if tau.size != dim.size:
         raise check.refuse("len(dims)", dim.size, f"len(taus) = {tau.size}", "give one dimension per threshold")
     z = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
@@ -81,7 +81,7 @@ def bound_groups(
     the groups' own ``sigmas`` it is tighter: ``d sigma^2 h^(-2/q)`` becomes ``(sum sigma_k sqrt(d_k) h_k^(-1/q))^2``.
     """
     p = check.sequence("ps", ps, low=0, high=1, remedy="give one quantile per group")
-    dim = check.sequence("dims", dims, low=0, high=np.inf, remedy="a group has at least one parameter")
+    dim = check.sequence("dims", dims, low=0, high=np.inf, remedy="count the parameters of each group", whole=True)
     if p.size != dim.size:
         raise check.refuse("len(ps)", p.size, f"len(dims) = {dim.size}", "give one quantile per group")
     total_dim = int(dim.sum())
@@ -91,7 +91,7 @@ def bound_groups(
             a, gammas, p_lo, beta, c, batch_size=batch_size, noise_multiplier=noise_multiplier, dim=total_dim,
             steps=steps, sampling=sampling, p_hi=p_hi,
         )  # fmt: skip
-    sigma = check.sequence("sigmas", sigmas, low=-1e-300, high=np.inf, remedy="give one moment bound per group")
+    sigma = check.sequence("sigmas", sigmas, low=0, high=np.inf, remedy="give one moment bound per group", closed=True)
     if sigma.size != dim.size:
         raise check.refuse("len(sigmas)", sigma.size, f"len(dims) = {dim.size}", "give one moment bound per group")
 

@@ -27,7 +27,7 @@ from qclip.theory.bounds import (
 from qclip.theory.rates import rates
 
 MOST_STEPS = 10**15
-BUDGET_STEPS = (20, 500, 10_000, 200_000, 4_000_000)
+BUDGET_STEPS = (50, 1_000, 20_000, 400_000)
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,7 @@ def plan(
     if privacy is not None and noise_multiplier:
         remedy = "pass the budget or the noise it buys, not both"
         raise check.refuse("noise_multiplier", noise_multiplier, "left out when privacy is given", remedy)
+    batch_size = check.positive("batch_size", batch_size, "it is the expected number of examples a step")
     if privacy is not None:
         _check_budget(privacy, batch_size)
     private = privacy is not None or noise_multiplier > 0
@@ -215,8 +216,9 @@ def constant_total(rule: TheoremForm, a: Assumptions, gamma_L: Floats, h: Floats
 
 def _optimise_beta(rule: TheoremForm, gamma_L: Floats, p: Floats, fixed: Floats, bias: Floats) -> Floats:
     at_zero, slope = contraction_line(rule, gamma_L, p)
-    safe = np.maximum(at_zero, 1e-300)
-    beta = np.maximum(best_beta_constant(safe, slope, fixed, bias, p if rule.curvature else 1.0), 1e-300)
+    # Without a bias any beta serves, the smaller the better; one that is never 0 keeps the quotients finite.
+    bias = np.maximum(bias, 1e-300)
+    beta = best_beta_constant(np.maximum(at_zero, 1e-300), slope, fixed, bias, p if rule.curvature else 1.0)
     left = at_zero - slope * beta
     return np.where((left > 0) & (gamma_L <= rule.step_cap), (fixed + bias / beta) / np.maximum(left, 1e-300), np.inf)
 
@@ -255,20 +257,25 @@ def _plan_target(
     def reached(steps: int) -> bool:
         return _plan_steps(a, steps, rough(steps), privacy, public).bound.total <= target
 
+    def unreachable(steps: int) -> ValueError:
+        found = _plan_steps(a, steps, rough(steps), privacy, public).bound.total
+        why = "at a fixed privacy budget the noise grows with the steps" if privacy else "it decays too slowly"
+        remedy = f"{why}: raise the target, the batch or the budget (more examples help most)"
+        return check.refuse("target", target, f"above {found:.4g}, the bound at {steps:,} steps", remedy)
+
     low, high = 1, 2
     while not reached(high):
-        low, high = high, 2 * high
-        if high > most:
-            least = _plan_steps(a, low, rough(low), privacy, public).bound.total
-            why = "at a fixed privacy budget the noise grows with the steps" if privacy else "it decays too slowly"
-            remedy = f"{why}: raise the target, the batch or the budget (more examples help most)"
-            raise check.refuse("target", target, f"above {least:.4g}, the bound at {low:,} steps", remedy)
+        if high >= most:
+            raise unreachable(most)
+        low, high = high, min(2 * high, most)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if reached(middle) else (middle, high)
     exact = _plan_steps(a, high, noise_for(high), privacy, public)
     while exact.bound.total > target:
         high = math.ceil(1.01 * high)
+        if high > most:
+            raise unreachable(most)
         exact = _plan_steps(a, high, noise_for(high), privacy, public)
     return exact
 
@@ -276,7 +283,8 @@ def _plan_target(
 def _interpolated(noise_for: Callable[[int], float]) -> Callable[[int], float]:
     """``noise_for`` through a few exact values, in logarithms of both."""
     noise = PchipInterpolator(np.log(BUDGET_STEPS), np.log([noise_for(steps) for steps in BUDGET_STEPS]))
-    return lambda steps: float(np.exp(noise(np.log(steps))))
+    # Fewer steps need less noise, so the first value serves for all shorter runs.
+    return lambda steps: float(np.exp(noise(np.log(max(steps, BUDGET_STEPS[0])))))
 
 
 def _plan_coupled(base: Plan) -> CoupledPlan:
@@ -303,7 +311,7 @@ def _plan_coupled(base: Plan) -> CoupledPlan:
 
     found = minimize(
         lambda point: math.log(evaluate(point).total),
-        x0=[-2.0, -1.0],
+        x0=[-2.0, max(-1.0, -math.log(base.steps))],
         bounds=[(-30, 30), (-math.log(base.steps), -1e-9)],
         method="Nelder-Mead",
     )
