@@ -378,7 +378,7 @@ def test_logistic_runs_approach_the_minimum(sampling):
         ({"record": [0.5]}, "record"),
         ({"sampling": "epochs"}, "sampling"),
         ({"loop": "fast"}, "loop"),
-        ({"x0": [1.0, 1.0, 1.0]}, "x"),
+        ({"x0": [1.0, 1.0, 1.0]}, "x0"),
         ({"x0": np.ones((3, 2))}, "x0"),
         ({"x0": [np.nan, 1.0]}, "x0"),
     ],

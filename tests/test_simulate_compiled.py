@@ -130,7 +130,9 @@ def test_auto_runs_where_the_table_is_refused():
 
 def test_the_compiled_loop_is_refused_for_other_problems():
     problem = Logistic.generate(10, 2, np.random.default_rng(0))
-    with pytest.raises(ValueError, match=r"^loop = 'compiled' must be 'numpy' for Logistic"):
+    with pytest.raises(
+        ValueError, match=r"^loop = 'compiled' must be 'numpy': the compiled loop does not know Logistic.*auto"
+    ):
         simulate(problem, step_size=0.1, steps=1, x0=np.zeros(2), loop="compiled")
 
 

@@ -15,11 +15,12 @@ from numpy.typing import ArrayLike
 
 from qclip import _validate as check
 from qclip._validate import Floats
-from qclip.problems import AdditiveNoise, Problem
+from qclip.problems import Problem
 from qclip.problems.noise import clip_factor
 from qclip.schedules import Schedule, values
 
 CHUNK_BYTES = 32 * 2**20
+SAME_NORM = 1e-9  # relative: an example whose norm is the threshold, up to rounding, counts as unclipped
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,11 @@ def simulate(
     """
     steps = check.count("steps", steps)
     seeds = check.count("seeds", seeds)
-    start = np.broadcast_to(problem.point(x0), (seeds, problem.dim)).copy()
+    start = problem.point(x0, "x0")
+    if start.ndim > 2 or start.shape[:-1] not in ((), (1,), (seeds,)):
+        bound = f"[{problem.dim}] or [{seeds}, {problem.dim}]"
+        raise check.refuse("x0", f"array of shape {start.shape}", bound, "give one start, or one per seed")
+    start = np.broadcast_to(start, (seeds, problem.dim)).copy()
     run = _resolve(problem, step_size, steps, p, tau, batch_size, noise_multiplier, sampling)
     marks = _marks(record, steps)
     execute = _choose_loop(run, loop)
@@ -192,7 +197,10 @@ def _marks(record: int | Sequence[int], steps: int) -> np.ndarray:
         number = check.count("record", int(record))
         chosen = np.unique(np.concatenate([[0], np.geomspace(1, steps, number)]).round().astype(np.int64))
     else:
-        chosen = np.unique(np.asarray(record, dtype=np.int64))
+        given = np.asarray(record)
+        if given.size and not np.issubdtype(given.dtype, np.integer):
+            raise check.refuse("record", list(record), "whole numbers", "steps count from 0")
+        chosen = np.unique(given.astype(np.int64))
         if chosen.size and not (chosen[0] >= 0 and chosen[-1] <= steps):
             raise check.refuse("record", list(record), f"steps in [0, {steps}]", "steps count from 0")
     return np.unique(np.append(chosen, steps))
@@ -216,18 +224,20 @@ Loop = Callable[[Run, State, Draws, int, np.ndarray], tuple[Floats, Floats, Floa
 
 def _choose_loop(run: Run, loop: str) -> Loop:
     check.choice("loop", loop, ("auto", "numpy", "compiled"))
-    available = importlib.util.find_spec("numba") is not None
-    suited = isinstance(run.problem, AdditiveNoise)
-    if loop == "numpy" or (loop == "auto" and not (available and suited)):
+    if loop == "numpy":
         return _numpy_loop
-    if not available:
+    if importlib.util.find_spec("numba") is None:
+        if loop == "auto":
+            return _numpy_loop
         raise check.refuse("loop", loop, "'numpy' without numba", "install qclip[fast]")
-    if not suited:
-        remedy = "use loop='auto'"
-        raise check.refuse("loop", loop, f"'numpy' for {type(run.problem).__name__}", remedy)
-    from qclip._simulate_fast import CompiledLoop
+    from qclip._simulate_fast import CompiledLoop, Unsuited
 
-    return CompiledLoop(run)
+    try:
+        return CompiledLoop(run)
+    except Unsuited as reason:
+        if loop == "auto":
+            return _numpy_loop
+        raise check.refuse("loop", loop, f"'numpy': {reason}", "use loop='auto'") from None
 
 
 def _numpy_loop(
@@ -256,7 +266,7 @@ def _numpy_loop(
         if run.noise_multiplier:
             update = update + run.noise_multiplier / B * tau[:, None] * draws.noise[i]
         if row < offsets.size and offsets[row] == i:
-            kept = ((norms <= tau[:, None]) & drawn).sum(1) / np.maximum(draws.counts[i], 1)
+            kept = ((norms <= tau[:, None] * (1 + SAME_NORM)) & drawn).sum(1) / np.maximum(draws.counts[i], 1)
             xs[row], taus[row], fractions[row], weighted[row] = x, tau, kept, state.weighted
             row += 1
         state.weighted = state.weighted + gamma * (problem.grad(x) ** 2).sum(-1)

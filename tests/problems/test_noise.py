@@ -262,7 +262,7 @@ def test_bernoulli_quantile_at_the_mass_of_an_atom_is_the_lower_one():
 
 
 @laws
-@pytest.mark.parametrize("p", [0.5, 0.8, 0.97])
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.8, 0.97])
 def test_quantile_reaches_p_on_a_large_sample(noise, p):
     g = gradient(10, 1.3)
     norms = np.linalg.norm(sample(noise, g, 200_000, seed=3), axis=1)
@@ -273,7 +273,7 @@ def test_quantile_reaches_p_on_a_large_sample(noise, p):
 
 
 @laws
-@given(size=sizes, p=st.floats(0.5, 0.95), more=st.floats(0, 0.04), dim=st.sampled_from([3, 7, 10]))
+@given(size=sizes, p=st.floats(0.02, 0.95), more=st.floats(0, 0.04), dim=st.sampled_from([3, 7, 10]))
 def test_quantile_rises_with_p(noise, size, p, more, dim):
     g = gradient(dim, size)
     low, high = noise.quantile(g, p), noise.quantile(g, p + more)
@@ -302,7 +302,7 @@ def test_quantile_and_moments_scale_with_the_units(factor, dim):
 @laws
 def test_many_gradients_at_once_equal_one_at_a_time(noise):
     rng = np.random.default_rng(4)
-    g, p = rng.normal(size=(2, 3, 5)), rng.uniform(0.5, 0.9, size=(2, 3))
+    g, p = rng.normal(size=(2, 3, 5)), rng.uniform(0.05, 0.9, size=(2, 3))
     tau = noise.quantile(g, p)
     moments = noise.clip_moments(g, tau)
     assert tau.shape == moments.mean_factor.shape == moments.second_moment.shape == (2, 3)
@@ -340,8 +340,8 @@ def test_gaussian_clip_moments_by_quadrature_over_the_norm(dim, size, tau):
     # E min(1, tau/R) = int_0^1 P(R < tau/u) du: the factor exceeds u when R < tau/u.
     factor = integrate.quad(lambda u: law.cdf((tau / u) ** 2), 0, 1, epsabs=1e-12)[0]
     moments = Gaussian(1.0).clip_moments(gradient(dim, size), tau)
-    assert moments.second_moment == pytest.approx(second, rel=5e-4)
-    assert moments.mean_factor == pytest.approx(factor, rel=5e-4)
+    assert moments.second_moment == pytest.approx(second, rel=1e-5)
+    assert moments.mean_factor == pytest.approx(factor, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -406,7 +406,7 @@ def test_moments_respect_the_threshold(noise, size, tau, dim):
 
 
 @laws
-@given(size=sizes, p=st.floats(0.5, 0.98))
+@given(size=sizes, p=st.floats(0.02, 0.98))
 def test_the_mean_factor_at_the_quantile_is_at_least_p(noise, size, p):
     g = gradient(10, size)
     assert noise.clip_moments(g, noise.quantile(g, p)).mean_factor >= p - 1e-5

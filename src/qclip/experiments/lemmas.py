@@ -74,7 +74,7 @@ def _lemma1(effort: Effort, ratio: Ratio, extremal: Callable[[float], float], si
         expected="ratio of the two sides at most 1 everywhere, and close to 1 for an extremal law",
         measured=f"largest ratio {worst:.4f} over {len(curves)} problems; extremal law {edge.max():.4f}",
         printed=bool(max(worst, edge.max()) <= 1 + 1e-6 and edge.max() > 0.98),
-        error="quadrature, below 1e-6",
+        error="quadrature, about 1e-5 of the threshold at worst",
         values={"largest_ratio": float(worst), "extremal_ratio": float(edge.max())},
         draw=draw,
     )
@@ -116,7 +116,7 @@ def lemma2_recursion(effort: Effort) -> Outcome:
         expected="E f(x_(t+1)) - f(x_t) at most the right-hand side at every step",
         measured=f"largest excess over the bound, per unit of step size: {worst:.3g} ({count} steps)",
         printed=bool(worst <= 1e-6),
-        error="quadrature, below 1e-6",
+        error="quadrature, about 1e-5 of the threshold at worst",
         values={"largest_excess": float(worst), "steps_checked": float(count)},
     )
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from qclip import _validate as check
 from qclip._validate import Floats
-from qclip.problems.noise import Bernoulli, ClipMoments, Gaussian, Noise
-from qclip.problems.problem import Problem
+from qclip.problems.noise import ROUNDING, Bernoulli, ClipMoments, Gaussian, Noise
+from qclip.problems.problem import Problem, levels
 
 
 class AdditiveNoise(Problem):
@@ -37,6 +37,8 @@ class AdditiveNoise(Problem):
         """The curvature of each coordinate."""
         self.centre = np.zeros(self.dim) if centre is None else np.array(centre, dtype=np.float64)
         """Where each coordinate is minimal."""
+        if not np.isfinite(self.centre).all():
+            raise check.refuse("centre", centre, "finite", "it is the minimiser")
         if not (np.isfinite(self.spectrum).all() and self.spectrum.min() >= 0 and self.spectrum.max() > 0):
             raise check.refuse("spectrum", spectrum, "finite and >= 0, not all 0", "give curvatures")
         self.L = self.curvature * float(self.spectrum.max())
@@ -61,7 +63,7 @@ class AdditiveNoise(Problem):
 
     def quantile(self, x: Floats, p: float | Floats) -> Floats:
         """Exact: see the noise law."""
-        return self.noise.quantile(self.grad(x), p)
+        return self.noise.quantile(self.grad(x), levels(p))
 
     def clip_moments(self, x: Floats, tau: float | Floats) -> ClipMoments:
         """Exact: see the noise law."""
@@ -158,6 +160,7 @@ class TwoPoint(HeavyTailedQuadratic):
         (-2.0,)
         """
         p = check.quantile("p", p)
+        p -= ROUNDING
         if p > self.omega:
             return (-self.r * self.omega,)
         return (-self.r, 0.0) if p <= 1 - self.omega else (-self.r,)

@@ -9,7 +9,8 @@ from scipy import special
 from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.problems.noise import ClipMoments, clip_factor
-from qclip.problems.problem import Problem
+from qclip.problems.problem import Problem, levels
+from qclip.theory.assumptions import moment
 
 
 class Logistic(Problem):
@@ -31,6 +32,9 @@ class Logistic(Problem):
         # The logistic loss has curvature at most 1/4 in each row's direction.
         top = np.linalg.eigvalsh(self.features.T @ self.features / len(self.labels))[-1]
         self.L = float(top / 4 + self.ridge)
+
+    def __repr__(self) -> str:
+        return f"Logistic(examples={len(self.labels)}, dim={self.dim}, ridge={self.ridge:g})"
 
     @classmethod
     def generate(
@@ -89,6 +93,7 @@ class Logistic(Problem):
 
     def quantile(self, x: Floats, p: float | Floats) -> Floats:
         """The ceil(n p)-th smallest of the n gradient norms."""
+        p = levels(p)
         norms = np.sort(self._norms(x), axis=-1)
         n = norms.shape[-1]
         rank = np.clip(np.ceil(np.asarray(p) * n - 1e-9).astype(int), 1, n) - 1
@@ -108,6 +113,7 @@ class Logistic(Problem):
 
         At q = 2 centring costs nothing; below it the smaller of the two bounds serves.
         """
+        q = moment(q)  # beyond 2 neither bound holds
         size = np.linalg.norm(self.features, axis=1)
         return float(min(np.sqrt((size**2).mean()), 2 * (size**q).mean() ** (1 / q)))
 

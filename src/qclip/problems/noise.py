@@ -21,6 +21,8 @@ from scipy.optimize.elementwise import find_root
 from qclip import _validate as check
 from qclip._validate import Floats
 
+ROUNDING = 1e-15  # of probabilities such as 1 - 0.7, when they are compared with a level
+
 
 @dataclass(frozen=True)
 class ClipMoments:
@@ -29,6 +31,16 @@ class ClipMoments:
     mean_factor: Floats
     mean: Floats
     second_moment: Floats
+
+    @classmethod
+    def zero(cls, g: Floats) -> "ClipMoments":
+        """Moments of nothing, to add others to."""
+        return cls(np.zeros(g.shape[:-1]), np.zeros(g.shape), np.zeros(g.shape[:-1]))
+
+    def __add__(self, other: "ClipMoments") -> "ClipMoments":
+        return ClipMoments(
+            self.mean_factor + other.mean_factor, self.mean + other.mean, self.second_moment + other.second_moment
+        )
 
 
 class Noise(Protocol):
@@ -75,9 +87,9 @@ class Gaussian:
         """``P(||xi|| > r)``."""
         return special.gammaincc(dim / 2, (np.maximum(r, 0) / self.scale) ** 2 / 2)
 
-    def radius_ppf(self, u: Floats, dim: int) -> Floats:
-        """The radius that a fraction u stays below."""
-        return self.scale * np.sqrt(2 * special.gammaincinv(dim / 2, u))
+    def radius_isf(self, level: Floats, dim: int) -> Floats:
+        """The radius that a fraction ``level`` exceeds."""
+        return self.scale * np.sqrt(2 * special.gammainccinv(dim / 2, level))
 
     def quantile(self, g: Floats, p: float | Floats) -> Floats:
         """By quadrature over the direction."""
@@ -87,6 +99,8 @@ class Gaussian:
 
     def clip_moments(self, g: Floats, tau: float | Floats) -> ClipMoments:
         """By quadrature over direction and radius."""
+        if self.scale == 0:
+            return _axis_clip_moments(g, tau, np.zeros(1), np.ones(1))
         return isotropic_clip_moments(self, g, tau)
 
 
@@ -98,7 +112,7 @@ class StudentT:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        check.positive("df", self.df, "moments of order below df exist; above 1 for a mean")
+        check.between("df", self.df, 1, np.inf, "the noise needs a mean: moments of order below df exist")
         check.positive("scale", self.scale)
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...], dim: int) -> Floats:
@@ -125,10 +139,10 @@ class StudentT:
         square = (np.maximum(r, 0) / self.scale) ** 2
         return special.betainc(self.df / 2, dim / 2, self.df / (self.df + square))
 
-    def radius_ppf(self, u: Floats, dim: int) -> Floats:
-        """The radius that a fraction u stays below."""
-        y = special.betaincinv(dim / 2, self.df / 2, u)
-        return self.scale * np.sqrt(self.df * y / (1 - y))
+    def radius_isf(self, level: Floats, dim: int) -> Floats:
+        """The radius that a fraction ``level`` exceeds."""
+        y = special.betaincinv(self.df / 2, dim / 2, level)
+        return self.scale * np.sqrt(self.df * (1 - y) / np.maximum(y, 1e-300))
 
     def quantile(self, g: Floats, p: float | Floats) -> Floats:
         """By quadrature over the direction."""
@@ -200,12 +214,17 @@ class Pareto:
         return _with_rest(g, _bisect(enough, np.zeros_like(high), high))
 
     def clip_moments(self, g: Floats, tau: float | Floats) -> ClipMoments:
-        """By quadrature in the probability."""
-        u, w = _unit_quadrature()
-        size = self.scale * u ** (-1 / self.tail)
-        if self.one_sided:
-            return _axis_clip_moments(g, tau, size - self.shift, w)
-        return _axis_clip_moments(g, tau, np.concatenate([size, -size]), np.concatenate([w, w]) / 2)
+        """By quadrature in the probability, cut where clipping begins."""
+        rest = np.sqrt((g[..., 1:] ** 2).sum(-1))
+        tau = np.broadcast_to(np.asarray(tau, dtype=np.float64), rest.shape)
+        reach = np.sqrt(np.maximum((tau - rest) * (tau + rest), 0))[..., None] * np.array([-1.0, 1.0])
+        total = ClipMoments.zero(g)
+        for sign in (1.0,) if self.one_sided else (1.0, -1.0):
+            cuts = sign * (reach - g[..., :1] + self.shift)  # sizes at which the norm is tau
+            level, weights = _cut_levels((self.scale / np.maximum(cuts, self.scale)) ** self.tail)
+            xi = sign * self.scale * level ** (-1 / self.tail) - self.shift
+            total = total + _axis_clip_moments(g, tau, xi, weights if self.one_sided else weights / 2)
+        return total
 
 
 @dataclass(frozen=True)
@@ -237,7 +256,7 @@ class Bernoulli:
     def quantile(self, g: Floats, p: float | Floats) -> Floats:
         """The smaller norm where its probability suffices, else the larger (to the last bit of the probabilities)."""
         jumped, stayed = (np.abs(g[..., 0] + atom) for atom in self.atoms)
-        p = np.asarray(p) - 1e-15
+        p = np.asarray(p) - ROUNDING
         mass_of_smaller = np.select(
             [jumped < stayed, jumped > stayed], [self.probability, 1 - self.probability], default=1.0
         )
@@ -263,29 +282,39 @@ def _bisect(enough: Callable[[Floats], Floats], low: Floats, high: Floats) -> Fl
     return high
 
 
-@lru_cache
-def _unit_quadrature() -> tuple[Floats, Floats]:
-    """Nodes and weights on (0, 1) for functions that may blow up at 0 and have kinks elsewhere."""
-    x, w = special.roots_legendre(16)
-    edges = np.concatenate([[0.0], np.geomspace(1e-12, 1, 60)])
-    left, width = edges[:-1, None], np.diff(edges)[:, None]
-    return (left + width * (x + 1) / 2).ravel(), (width * w / 2).ravel()
+def _cut_levels(cuts: Floats) -> tuple[Floats, Floats]:
+    """Nodes and weights on (0, 1), [..., n], for functions that are smooth between the ``cuts`` [..., 2].
+
+    The nodes crowd at both ends as ``y^4`` does, because radii as functions of their level are singular there.
+    """
+    x, w = special.roots_legendre(48)
+    x, w = (x + 1) / 2, w / 2
+    cuts = np.sort(np.clip(cuts, 0, 1), axis=-1)
+    near, far = cuts**0.25, (1 - cuts) ** 0.25
+    ends = np.concatenate([np.zeros_like(cuts[..., :1]), near / (near + far), np.ones_like(cuts[..., :1])], axis=-1)
+    width = np.diff(ends)[..., None]
+    y = (ends[..., :-1, None] + width * x).reshape(*cuts.shape[:-1], -1)
+    both = y**4 + (1 - y) ** 4
+    slope = 4 * (y * (1 - y)) ** 3 / both**2
+    return np.maximum(y**4 / both, 1e-300), (width * w).reshape(y.shape) * slope
 
 
 def _axis_clip_moments(g: Floats, tau: float | Floats, xi: Floats, weights: Floats) -> ClipMoments:
+    """Sums over draws xi [..., n] along the first axis, with weights [..., n]."""
     rest = (g[..., 1:] ** 2).sum(-1)
     axis = g[..., :1] + xi
     norm = np.sqrt(axis**2 + rest[..., None])
     factor = clip_factor(norm, np.asarray(tau)[..., None])
-    a = factor @ weights
+    a = (factor * weights).sum(-1)
     mean = g * a[..., None]
-    mean[..., 0] = (factor * axis) @ weights
-    return ClipMoments(a, mean, (factor * norm) ** 2 @ weights)
+    mean[..., 0] = (factor * axis * weights).sum(-1)
+    return ClipMoments(a, mean, ((factor * norm) ** 2 * weights).sum(-1))
 
 
 def clip_factor(norm: Floats, tau: float | Floats) -> Floats:
     """``min(1, tau/norm)``, 1 for a zero vector."""
-    return np.minimum(1, tau / np.maximum(norm, 1e-300)) * (norm > 0) + (norm == 0)
+    tau = np.broadcast_to(tau, norm.shape)
+    return np.divide(tau, norm, out=np.ones(norm.shape), where=norm > tau)
 
 
 class Isotropic(Protocol):
@@ -294,8 +323,8 @@ class Isotropic(Protocol):
     def radius_sf(self, r: Floats, dim: int) -> Floats:
         """``P(||xi|| > r)``."""
 
-    def radius_ppf(self, u: Floats, dim: int) -> Floats:
-        """Quantiles of ``||xi||``."""
+    def radius_isf(self, level: Floats, dim: int) -> Floats:
+        """The radius that a fraction ``level`` exceeds."""
 
 
 @lru_cache
@@ -346,32 +375,40 @@ def isotropic_quantile(noise: Isotropic, g: Floats, p: float | Floats) -> Floats
     dim = g.shape[-1]
     G = np.linalg.norm(g, axis=-1)
     p = np.broadcast_to(np.asarray(p, dtype=np.float64), G.shape)
-    # ||g + xi|| lies between the two sides of the triangle inequality, and so do the quantiles.
-    reach = noise.radius_ppf(p, dim)
-    bracket = np.maximum(G - reach, 0) * (1 - 1e-9), (G + reach) * (1 + 1e-9)
+    # ||g + xi|| lies between | ||g|| - ||xi|| | and ||g|| + ||xi||, and its quantiles accordingly.
+    small, large = noise.radius_isf(p, dim), noise.radius_isf(1 - p, dim)
+    low = np.maximum(np.maximum(G - small, large - G), 0)
+    bracket = low * (1 - 1e-9), (G + large) * (1 + 1e-9)
     root = find_root(
         lambda t, G, h: np.log(np.maximum(isotropic_sf(noise, G, t, dim), 1e-300) / h),
         bracket,
         args=(G, 1 - p),
         tolerances={"xrtol": 1e-14, "fatol": 0, "frtol": 0},
     )
+    assert root.success.all(), (noise, G, p)
     return root.x
 
 
 def isotropic_clip_moments(noise: Isotropic, g: Floats, tau: float | Floats) -> ClipMoments:
-    """Moments of the clipped gradient by quadrature over direction and radius; the mean is along g by symmetry."""
+    """Moments of the clipped gradient by quadrature over direction and radius, cut where the ray meets the ball.
+
+    By symmetry the mean is along g.
+    """
     dim = g.shape[-1]
-    G = np.linalg.norm(g, axis=-1)[..., None, None]
+    G = np.linalg.norm(g, axis=-1)[..., None]
+    tau = np.broadcast_to(np.asarray(tau, dtype=np.float64)[..., None], G.shape)
     u, w_u = _cosines(dim)
-    level, w_r = _unit_quadrature()
-    r = noise.radius_ppf(1 - level, dim)[:, None]
-    along = G + r * u
-    norm = np.sqrt(along**2 + (r * np.sqrt(np.maximum(1 - u**2, 0))) ** 2)
-    factor = clip_factor(norm, np.asarray(tau)[..., None, None])
+    half_chord = np.sqrt(np.maximum(tau**2 - G**2 * (1 - u**2), 0))
+    crossings = np.stack([-G * u + half_chord, -G * u - half_chord], axis=-1)
+    levels, w_r = _cut_levels(noise.radius_sf(crossings, dim))
+    r = noise.radius_isf(levels, dim)
+    along = G[..., None] + r * u[:, None]
+    norm = np.hypot(along, r * np.sqrt(np.maximum(1 - u**2, 0))[:, None])
+    factor = clip_factor(norm, tau[..., None])
 
     def expect(values: Floats) -> Floats:
-        return (values @ w_u) @ w_r
+        return (values * w_r).sum(-1) @ w_u
 
-    direction = g / np.maximum(G[..., 0], 1e-300)
+    direction = np.divide(g, G, out=np.zeros(g.shape), where=G > 0)
     mean = direction * expect(factor * along)[..., None]
     return ClipMoments(expect(factor), mean, expect((factor * norm) ** 2))

@@ -11,6 +11,12 @@ from qclip.problems.noise import ClipMoments
 from qclip.theory import Assumptions
 
 
+def levels(p: float | Floats) -> float | Floats:
+    """p, checked to lie in (0, 1) everywhere."""
+    check.sequence("p", np.ravel(p), low=0, high=1, remedy="it is the fraction of examples left unclipped")
+    return p
+
+
 class Problem(ABC):
     """A stochastic objective ``f(x) = E f_xi(x)`` with exact oracles.
 
@@ -63,13 +69,17 @@ class Problem(ABC):
         x = self.point(x)
         return self.example_gradients(x, self.draw(rng, (*x.shape[:-1], count)))
 
-    def point(self, x: Any) -> Floats:
-        """x as an array [..., d], checked."""
+    def point(self, x: Any, name: str = "x") -> Floats:
+        """x as an array [..., d], checked; ``name`` is what an error calls it."""
         x = np.asarray(x, dtype=np.float64)
         if x.ndim == 0 and self.dim == 1:
             x = x[None]
         if x.ndim == 0 or x.shape[-1] != self.dim:
-            raise check.refuse("x", f"array of shape {x.shape}", f"[..., {self.dim}]", "the last axis is the parameter")
+            raise check.refuse(
+                name, f"array of shape {x.shape}", f"[..., {self.dim}]", "the last axis is the parameter"
+            )
+        if not np.isfinite(x).all():
+            raise check.refuse(name, "an array with NaN or infinite entries", "finite", "check where it comes from")
         return x
 
     def assumptions(self, x0: Any, q: float = 2.0) -> Assumptions:
@@ -77,5 +87,5 @@ class Problem(ABC):
         sigma = self.sigma(q)
         if not np.isfinite(sigma):
             raise check.refuse("q", q, "a moment that the noise has", "lower q below the tail index of the noise")
-        gap = np.max(self.loss(self.point(x0))) - self.f_inf
+        gap = np.max(self.loss(self.point(x0, "x0"))) - self.f_inf
         return Assumptions(L=self.L, sigma=sigma, q=q, gap=float(max(gap, 0.0)))
