@@ -6,6 +6,7 @@ sum with Gaussian noise of ``noise_multiplier`` times its sensitivity.
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import dp_accounting
 from dp_accounting import pld
@@ -43,6 +44,7 @@ def noise_multiplier(*, epsilon: float, delta: float, sample_rate: float, steps:
     if steps == 0:
         return 0.0
 
+    @cache  # a query takes up to seconds
     def spent(z: float) -> float:
         return epsilon_of(noise_multiplier=z, sample_rate=sample_rate, steps=steps, delta=delta)
 

@@ -310,3 +310,8 @@ def test_a_target_out_of_reach_is_refused_with_what_can_be_reached():
         ValueError, match=r"target = 1e-12 must be above [0-9.e-]+, the bound at [0-9,]+ steps; .*raise"
     ):
         plan(ONE, target=1e-12)
+
+
+def test_a_run_that_starts_at_the_minimum_needs_no_plan():
+    with pytest.raises(ValueError, match=r"gap = 0.0 must be > 0; a run that starts at the minimum needs no plan"):
+        plan(Assumptions(L=1, sigma=1, q=2, gap=0), steps=10)

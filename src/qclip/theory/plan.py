@@ -98,7 +98,7 @@ class Plan:
 
     @property
     def at_edge(self) -> bool:
-        """Whether the bound would rather clip less than one example of a run in all: p stands at 1 - 1/steps."""
+        """Whether p stands at its limit 1 - 1/steps: the bound would rather clip nothing at all."""
         return bool((1 - self.p) * self.steps < 1.001)
 
     def coupled(self) -> CoupledPlan:
@@ -152,7 +152,7 @@ def plan(
 
     One of ``steps`` and ``target``: with ``target``, a value of the mean of ``E ||grad f||^2``, the plan takes the
     fewest steps whose bound reaches it. ``privacy`` sets the noise multiplier from a budget. The quantile is at
-    most 1 - 1/steps: beyond it less than one example in the run of one would be clipped, which is plain SGD.
+    most 1 - 1/steps: beyond it a run of single examples would clip less than one of them, which is plain SGD.
 
     >>> p = plan(Assumptions(L=1, sigma=1, q=2, gap=1), steps=10_000)
     >>> round(p.bound.total, 4), p.bound.dominant
@@ -166,6 +166,7 @@ def plan(
         remedy = "pass the budget or the noise it buys, not both"
         raise check.refuse("noise_multiplier", noise_multiplier, "left out when privacy is given", remedy)
     batch_size = check.positive("batch_size", batch_size, "it is the expected number of examples a step")
+    check.positive("gap", a.gap, "a run that starts at the minimum needs no plan")
     if privacy is not None:
         _check_budget(privacy, batch_size)
     private = privacy is not None or noise_multiplier > 0
