@@ -43,7 +43,8 @@ def test_verdict_at_full_effort(claim):
     ("printed", "repaired", "verdict"),
     [
         (True, None, "holds"),
-        (True, False, "holds"),
+        (True, True, "holds"),
+        (True, False, "fails"),
         (False, True, "erratum"),
         (False, False, "fails"),
         (False, None, "fails"),

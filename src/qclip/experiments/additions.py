@@ -51,7 +51,7 @@ def certificate(effort: Effort) -> Outcome:
         gamma = float(min(share * planned.gamma, 0.9 * theory.max_step_private(a, p, form="corrected", **public)))
         run = simulate(
             problem, step_size=gamma, p=p, steps=steps, x0=x0, batch_size=B, noise_multiplier=z, seeds=16,
-            record=range(steps), seed=effort.seed,
+            record=range(steps), seed=effort.rng(),
         )  # fmt: skip
         certified = [
             theory.certificate(a, gamma, run.tau[:-1, seed], np.full(steps, 1 - p), **public).total

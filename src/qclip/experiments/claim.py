@@ -1,7 +1,8 @@
 """A claim: a statement, how to measure it, and a verdict that follows from the measurement."""
 
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -18,14 +19,15 @@ class Effort:
 
     quick: bool = False
     seed: int = 0
+    stream: int = 0
 
     def pick(self, quick: int, full: int) -> int:
         """One of two sizes."""
         return quick if self.quick else full
 
     def rng(self) -> np.random.Generator:
-        """A fresh generator: every claim starts from the same seed, whatever ran before."""
-        return np.random.default_rng(self.seed)
+        """A fresh generator: every claim has its own stream, whatever ran before."""
+        return np.random.default_rng([self.seed, self.stream])
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class Outcome:
     @property
     def verdict(self) -> Verdict:
         """`holds`, `fails`, or `erratum`: the printed text fails where the repaired one holds."""
+        if self.repaired is False:
+            return "fails"  # a repair that does not hold is a failure, whatever the text does
         if self.printed:
             return "holds"
         return "erratum" if self.repaired else "fails"
@@ -59,8 +63,9 @@ class Claim:
 
 
 def claim(id: str, statement: str, equation: str) -> Callable[[Callable[[Effort], Outcome]], Claim]:
-    """Turn an experiment into a claim."""
-    return lambda run: Claim(id, statement, equation, run)
+    """Turn an experiment into a claim, with a random stream of its own."""
+    stream = zlib.crc32(id.encode())
+    return lambda run: Claim(id, statement, equation, lambda effort: run(replace(effort, stream=stream)))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def fixed_clip_fixed_point(effort: Effort) -> Outcome:
         gamma = 0.002
         run = simulate(
             problem, step_size=gamma, tau=tau, steps=effort.pick(20_000, 100_000), x0=problem.minimiser, seeds=64,
-            record=[], seed=effort.seed,
+            record=[], seed=effort.rng(),
         )  # fmt: skip
         error = run.final.std() / 8
         rows.append((problem.fixed_point(tau), float(run.final.mean()), float(error)))
@@ -42,7 +42,7 @@ def _growing(problem: HeavyTailedQuadratic, lam: float, lengths: np.ndarray, eff
 
     def final(T: int) -> np.ndarray:
         gamma, tau = T**-0.5, float(T) ** lam
-        run = simulate(problem, step_size=gamma, tau=tau, steps=T, x0=[2.0], seeds=256, record=[], seed=effort.seed)
+        run = simulate(problem, step_size=gamma, tau=tau, steps=T, x0=[2.0], seeds=256, record=[], seed=effort.rng())
         return run.grad_norm2[-1]
 
     return np.stack([final(int(T)) for T in lengths])
@@ -127,7 +127,7 @@ def fixed_clip_vs_quantile(effort: Effort) -> Outcome:
         problem = HeavyTailedQuadratic(1, Pareto(2.05, scale, one_sided=True))
         for name, how in methods.items():
             run = simulate(
-                problem, step_size=0.01, steps=effort.pick(2000, 20_000), x0=[5 * scale], seeds=256, seed=effort.seed,
+                problem, step_size=0.01, steps=effort.pick(2000, 20_000), x0=[5 * scale], seeds=256, seed=effort.rng(),
                 record=[], **how,
             )  # fmt: skip
             relative[name].append(float((problem.grad(run.final) ** 2).mean()) / scale**2)

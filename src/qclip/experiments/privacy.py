@@ -66,7 +66,7 @@ def noise_floor(effort: Effort) -> Outcome:
         runs = [
             simulate(
                 problem, step_size=min(share * planned.gamma, planned.max_step), p=planned.p, steps=int(T), x0=x0,
-                batch_size=B, noise_multiplier=z, seeds=8, record=[], seed=effort.seed,
+                batch_size=B, noise_multiplier=z, seeds=8, record=[], seed=effort.rng(),
             ).mean()
             for share in (0.3, 1.0, 3.0, 10.0)
         ]  # fmt: skip

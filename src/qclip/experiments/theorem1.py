@@ -67,7 +67,7 @@ def corollary_bias_floor(effort: Effort) -> Outcome:
     for gamma in gammas:
         for name, p in zip(final, (0.6, None), strict=True):
             run = simulate(
-                problem, step_size=gamma, p=p, steps=int(30 / gamma), x0=[1.0], seeds=256, record=[], seed=effort.seed
+                problem, step_size=gamma, p=p, steps=int(30 / gamma), x0=[1.0], seeds=256, record=[], seed=effort.rng()
             )
             last = (problem.grad(run.final) ** 2).sum(-1)
             final[name].append((last.mean(), last.std() / 16))

@@ -46,7 +46,7 @@ class Counterexample:
             limit = theory.bound_private(a, gamma, self.p, self.beta, self.c, steps=self.steps, form=form, **public)
             run = simulate(
                 problem, step_size=gamma, p=self.p, steps=self.steps, x0=x0, batch_size=self.batch_size, record=20,
-                noise_multiplier=public["noise_multiplier"], seeds=64, seed=effort.seed,
+                noise_multiplier=public["noise_multiplier"], seeds=64, seed=effort.rng(),
             )  # fmt: skip
             found |= {f"gamma, {form}": gamma, f"measured, {form}": run.mean(), f"bound, {form}": limit.total}
             found[f"path, {form}"] = run
