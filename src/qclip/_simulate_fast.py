@@ -24,7 +24,7 @@ from qclip.problems import (
 )
 from qclip.simulate import SAME_NORM, Draws, Run, State
 
-TABLE_TOLERANCE = 1e-6
+TABLE_TOLERANCE = 1e-5
 THRESHOLD, TABLE, PARETO, BERNOULLI = 0, 1, 2, 3
 
 
@@ -70,7 +70,7 @@ class QuantileTable:
         h_nodes = np.array([0.0]) if self.constant else chebyshev.chebpts1(degree)
         log_h = low + (high - low) * (h_nodes + 1) / 2
         exact = self._exact(noise, dim, *np.meshgrid(np.minimum(u_nodes, 1 - 1e-9), log_h, indexing="ij"))
-        fine_u = np.linspace(-1, 1, 513)
+        fine_u = np.linspace(-1, 1, 1025)
         along_u = chebyshev.chebval(fine_u, chebyshev.chebfit(2 * u_nodes - 1, exact, degree - 1)).T
         if self.constant:
             return np.repeat(along_u, 4, axis=1)
@@ -269,7 +269,7 @@ def _run_chunk(  # noqa: PLR0912  (one loop nest: numba compiles it whole)
             if row < offsets.size and offsets[row] == i:
                 record_x[row, s] = x[s]
                 record_tau[row, s] = tau[s]
-                record_unclipped[row, s] = kept / max(counts[i, s], 1)
+                record_unclipped[row, s] = kept / counts[i, s] if counts[i, s] > 0 else np.nan
                 record_weighted[row, s] = weighted[s]
                 row += 1
             weighted[s] += gammas[i] * square

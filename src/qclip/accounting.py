@@ -46,7 +46,7 @@ def noise_multiplier(*, epsilon: float, delta: float, sample_rate: float, steps:
 
     @cache  # a query takes up to seconds
     def spent(z: float) -> float:
-        return epsilon_of(noise_multiplier=z, sample_rate=sample_rate, steps=steps, delta=delta)
+        return _epsilon(noise_multiplier=z, sample_rate=sample_rate, steps=steps, delta=delta)
 
     low, high = _bracket(spent, target, _central_limit_guess(target, delta, sample_rate, steps))
     found = dp_accounting.calibrate_dp_mechanism(
@@ -63,7 +63,7 @@ def noise_multiplier(*, epsilon: float, delta: float, sample_rate: float, steps:
     return found
 
 
-epsilon_of = epsilon  # the function, where an argument of that name hides it
+_epsilon = epsilon  # the function, where an argument of that name hides it
 
 
 def _bracket(spent: Callable[[float], float], target: float, guess: float) -> tuple[float, float]:

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from qclip import __version__, theory
 from qclip import _validate as check
-from qclip import theory
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Reproduce:
     """Where to write."""
     quick: bool = False
     """Smaller experiments: about a minute instead of about ten."""
-    only: tuple[str, ...] = ()
-    """Ids of the claims to run; all of them when left out."""
+    only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Id of a claim to run (repeat it, or separate ids by commas); all claims when left out."""
 
     def run(self, console: Console) -> int:
         """Run the claims; fail when one of them fails."""
@@ -35,7 +35,8 @@ class Reproduce:
         except ModuleNotFoundError as missing:
             console.print(f"[red]error:[/] {missing.name} is not installed; pip install 'qclip\\[reproduce]'")
             return 2
-        rows = reproduce(self.out, quick=self.quick, only=self.only, console=console)
+        only = [name.strip() for given in self.only for name in given.split(",")]
+        rows = reproduce(self.out, quick=self.quick, only=only, console=console)
         console.print(summary(rows))
         console.print(f"report: {self.out / 'report.html'}")
         return 1 if any(row.outcome.verdict == "fails" for row in rows) else 0
@@ -97,6 +98,7 @@ class Plan:
             return None
         if self.examples is None:
             raise check.refuse("--examples", None, "given with --epsilon", "say how many examples the dataset has")
+        check.count("--examples", self.examples, "it is the size of the dataset")
         delta = self.delta
         if delta is None:
             delta = 1 / (10 * self.examples)
@@ -173,11 +175,15 @@ def _print_plan(console: Console, found: theory.Plan, coupled: theory.CoupledPla
 
 
 def _reasoning(found: theory.Plan) -> list[str]:
-    lines = [f"The {found.bound.dominant} term dominates."]
+    share = getattr(found.bound, found.bound.dominant) / found.bound.total
+    name = found.bound.dominant
+    lines = [
+        f"The {name} term dominates." if share > 0.5 else f"The terms are balanced; the {name} term is the largest."
+    ]
     if found.at_edge:
         lines.append(
-            "The bound would rather not clip at all (p stands at 1 - 1/T): with a bounded variance and no noise, "
-            "clipping only adds bias. Clip for heavier tails (q < 2), or for privacy."
+            "The bound would rather clip nothing: p stands at its limit, one example in the whole run. Clipping pays "
+            "for heavier tails (q < 2) over longer runs, and for privacy."
         )
     elif found.noise_multiplier:
         lines.append(
@@ -198,7 +204,16 @@ Command = Annotated[Reproduce, tyro.conf.subcommand("reproduce")] | Annotated[Pl
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run it; returns the exit status."""
-    command = tyro.cli(Command, args=arguments, prog="qclip", description=__doc__, config=(tyro.conf.OmitArgPrefixes,))
+    if list(sys.argv[1:] if arguments is None else arguments) == ["--version"]:
+        print(f"qclip {__version__}")
+        return 0
+    command = tyro.cli(
+        Command,
+        args=arguments,
+        prog="qclip",
+        description="Clipping at a quantile of the gradient norms: the paper's claims, and a planner.",
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
     console = Console()
     try:
         return command.run(console)

@@ -1,6 +1,6 @@
 """Schedules: functions of the step, counted from 0. A plain number is accepted wherever a schedule is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -139,8 +139,8 @@ def coupled(
     return Coupled(Capped(gamma, p, assumptions, beta, c, form), p)
 
 
-def values(schedule: Schedule | float, steps: int) -> Floats:
-    """The schedule's first ``steps`` values (a number is a constant schedule).
+def values(schedule: Schedule | float | Sequence[float] | Floats, steps: int) -> Floats:
+    """The schedule's first ``steps`` values (a number is a constant schedule; one value per step is taken as it is).
 
     >>> values(0.5, 3)
     array([0.5, 0.5, 0.5])
@@ -150,4 +150,10 @@ def values(schedule: Schedule | float, steps: int) -> Floats:
         return schedule.at(np.arange(steps))
     if callable(schedule):
         return np.array([schedule(t) for t in range(steps)], dtype=np.float64)
-    return np.full(steps, float(schedule))
+    given = np.asarray(schedule, dtype=np.float64)
+    if given.ndim == 0:
+        return np.full(steps, float(given))
+    if given.shape != (steps,):
+        remedy = "give one value per step, a number, or a function of the step"
+        raise check.refuse("schedule", f"array of shape {given.shape}", f"[{steps}]", remedy)
+    return given

@@ -17,9 +17,11 @@ from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.problems import Problem
 from qclip.problems.noise import clip_factor
-from qclip.schedules import Schedule, values
+from qclip.schedules import values
+from qclip.theory.bounds import PerStep
 
 CHUNK_BYTES = 32 * 2**20
+RECORDED = ("grad_norm2", "loss", "tau", "unclipped", "mean_grad_norm2")
 SAME_NORM = 1e-9  # relative: an example whose norm is the threshold, up to rounding, counts as unclipped
 
 
@@ -39,11 +41,13 @@ class Trajectories:
     tau: Floats
     """The threshold of step t; infinite for plain SGD."""
     unclipped: Floats
-    """The fraction of step t's batch that was not clipped."""
+    """The fraction of step t's batch that was not clipped; NaN for an empty (Poisson) batch."""
     mean_grad_norm2: Floats
     """The gamma-weighted mean of ``||grad f||^2`` over the steps before t: what the theorems bound."""
     final: Floats
     """The last x, [seeds, d]."""
+    loop: str
+    """Which loop ran: "numpy" or "compiled"."""
 
     def mean(self) -> float:
         """The gamma-weighted mean of ``||grad f||^2`` over the whole run, averaged over the seeds."""
@@ -55,7 +59,7 @@ class Trajectories:
         return float(last.std(ddof=1) / math.sqrt(last.size)) if last.size > 1 else math.nan
 
     def upper(self, standard_errors: float = 3.0) -> float:
-        """`mean` plus some standard errors: what is compared with a bound."""
+        """`mean` plus some standard errors: what is compared with a bound (for clipped runs, whose tails are light)."""
         return self.mean() + standard_errors * self.standard_error()
 
 
@@ -92,11 +96,11 @@ class Draws:
 def simulate(
     problem: Problem,
     *,
-    step_size: Schedule | float,
+    step_size: PerStep,
     steps: int,
     x0: ArrayLike,
-    p: Schedule | float | None = None,
-    tau: Schedule | float | None = None,
+    p: PerStep | None = None,
+    tau: PerStep | None = None,
     seeds: int = 64,
     batch_size: int = 1,
     noise_multiplier: float = 0.0,
@@ -109,10 +113,10 @@ def simulate(
     """Run ``seeds`` independent copies of a method and record them.
 
     ``p``: QC-SGD, at the exact p-quantile of the gradient norms at x_t (DP-QC-SGD with ``noise_multiplier``); ``tau``:
-    SGD clipped at a threshold of your choosing; neither: plain SGD. ``step_size``, ``p`` and ``tau`` are numbers or
-    schedules. ``record``: the steps to record, or how many (spread geometrically); the last state is always recorded.
-    ``sampling="poisson"`` makes the batch sizes Poisson with mean ``batch_size``, which still divides the sum.
-    ``progress`` is called with the number of steps done.
+    SGD clipped at a threshold of your choosing; neither: plain SGD. ``step_size``, ``p`` and ``tau`` are numbers,
+    schedules, or one value per step. ``record``: the steps to record, or how many (spread geometrically); the last
+    state is always recorded. ``sampling="poisson"`` makes the batch sizes Poisson with mean ``batch_size``, which still
+    divides the sum. ``progress`` is called with the number of steps done. A run that diverges is refused in words.
 
     >>> from qclip.problems import HeavyTailedQuadratic, Gaussian
     >>> run = simulate(HeavyTailedQuadratic(2, Gaussian(0.1)), step_size=0.1, p=0.5, steps=200, x0=[1.0, 1.0])
@@ -131,21 +135,31 @@ def simulate(
     execute = _choose_loop(run, loop)
 
     state = State(start, np.zeros(seeds))
-    tables = {name: np.full((marks.size, seeds), np.nan) for name in ("x2", "f", "tau", "unclipped", "mean")}
+    tables = {name: np.full((marks.size, seeds), np.nan) for name in RECORDED}
     rng = np.random.default_rng(seed)
     travelled = np.concatenate([[0.0], np.cumsum(run.gamma)])  # the sum of the step sizes before each step
     for first, draws in _chunks(run, seeds, rng):
         size = draws.counts.shape[0]
         inside = (marks >= first) & (marks < first + size)
         offsets = marks[inside] - first
-        xs, thresholds, unclipped, weighted = execute(run, state, draws, first, offsets)
+        with np.errstate(over="ignore", invalid="ignore"):  # a run that diverges is reported in words, below
+            xs, thresholds, unclipped, weighted = execute(run, state, draws, first, offsets)
+        _check_finite(state, first + size)
         _write(tables, inside, problem, xs, weighted, travelled[marks[inside]])
         tables["tau"][inside], tables["unclipped"][inside] = thresholds, unclipped
         if progress is not None:
             progress(first + size)
     last = np.arange(marks.size) == marks.size - 1
     _write(tables, last, problem, state.x[None], state.weighted[None], travelled[-1:])
-    return Trajectories(marks, tables["x2"], tables["f"], tables["tau"], tables["unclipped"], tables["mean"], state.x)
+    used = "numpy" if execute is _numpy_loop else "compiled"
+    return Trajectories(marks, **tables, final=state.x, loop=used)
+
+
+def _check_finite(state: State, step: int) -> None:
+    if not np.isfinite(state.x).all():
+        bad = int((~np.isfinite(state.x)).any(1).sum())
+        remedy = "lower the step size (theory.max_step says how far)"
+        raise check.refuse("x", f"not finite in {bad} of {len(state.x)} seeds by step {step}", "finite", remedy)
 
 
 def _write(
@@ -157,17 +171,19 @@ def _write(
     length: Floats,
 ) -> None:
     square = (problem.grad(xs) ** 2).sum(-1)
-    tables["x2"][rows], tables["f"][rows] = square, problem.loss(xs)
+    tables["grad_norm2"][rows], tables["loss"][rows] = square, problem.loss(xs)
     # Before the first step the mean is of nothing: the value there stands in.
-    tables["mean"][rows] = np.where(length[:, None] > 0, weighted / np.maximum(length, 1e-300)[:, None], square)
+    tables["mean_grad_norm2"][rows] = np.where(
+        length[:, None] > 0, weighted / np.maximum(length, 1e-300)[:, None], square
+    )
 
 
 def _resolve(
     problem: Problem,
-    step_size: Schedule | float,
+    step_size: PerStep,
     steps: int,
-    p: Schedule | float | None,
-    tau: Schedule | float | None,
+    p: PerStep | None,
+    tau: PerStep | None,
     batch_size: int,
     noise_multiplier: float,
     sampling: str,
@@ -266,9 +282,11 @@ def _numpy_loop(
         if run.noise_multiplier:
             update = update + run.noise_multiplier / B * tau[:, None] * draws.noise[i]
         if row < offsets.size and offsets[row] == i:
-            kept = ((norms <= tau[:, None] * (1 + SAME_NORM)) & drawn).sum(1) / np.maximum(draws.counts[i], 1)
+            kept = ((norms <= tau[:, None] * (1 + SAME_NORM)) & drawn).sum(1)
+            kept = np.divide(kept, draws.counts[i], out=np.full(seeds, np.nan), where=draws.counts[i] > 0)
             xs[row], taus[row], fractions[row], weighted[row] = x, tau, kept, state.weighted
             row += 1
         state.weighted = state.weighted + gamma * (problem.grad(x) ** 2).sum(-1)
         state.x = x - gamma * update
+        _check_finite(state, first + i + 1)
     return xs, taus, fractions, weighted

@@ -98,7 +98,7 @@ def _rate(q: float, effort: Effort) -> Outcome:
 
     return Outcome(
         expected=f"the worst problem decays with exponent -{rate:.4f} (within {NEAR}) and stays below the bound",
-        measured=f"exponent {m.slope} over {_decades(m)} decades of T; largest ratio to the bound {m.largest_ratio:.2f}",
+        measured=f"exponent {m.slope} over {_decades(m)} decades of T; at most {m.largest_ratio:.2f} of the bound",
         printed=bool(abs(m.slope.value + rate) <= NEAR and m.largest_ratio <= 1),
         error="95 % interval over seeds; it leaves out the terms of lower order",
         values={"slope": m.slope.value, "low": m.slope.low, "high": m.slope.high, "predicted": -rate},
@@ -110,7 +110,7 @@ def _decades(m: Measured) -> int:
     return round(np.log10(m.lengths[-1] / m.lengths[0]))
 
 
-def _draw_measured(ax, m: Measured, rate: float, title: str) -> None:  # noqa: ANN001
+def _draw_measured(ax, m: Measured, rate: float, title: str) -> None:
     from qclip.report.style import label
 
     for name, means in m.means.items():
@@ -154,7 +154,7 @@ def _sharp_rate(q: float, effort: Effort) -> Outcome:
     return Outcome(
         expected=f"the worst problem decays with exponent -{rate:.4f} (within {NEAR}), faster than with the paper's "
         f"exponents and than with its quantiles alone",
-        measured=f"exponent {sharp.slope}; the paper's {printed.slope}; its quantiles with the sharp steps {crossed.slope}; "
+        measured=f"exponent {sharp.slope}; the paper's {printed.slope}; its quantiles, sharp steps {crossed.slope}; "
         f"value {sharp.worst[-1]:.3g} against {printed.worst[-1]:.3g}",
         printed=bool(abs(sharp.slope.value + rate) <= NEAR and faster and needs_both and sharp.largest_ratio <= 1),
         error="95 % intervals over seeds; they leave out the terms of lower order",
@@ -218,8 +218,8 @@ def schedule_removes_bias(effort: Effort) -> Outcome:
         return figure
 
     return Outcome(
-        expected="late in the run the fixed quantile stands still (exponent above -.05), the scheduled one falls (below "
-        "-.2) and is below a tenth of it",
+        expected="late in the run the fixed quantile stands still (exponent above -.05); the scheduled one falls "
+        "(below -.2) and is below a tenth of it",
         measured="; ".join(
             f"{name}: exponents {late[name, 'fixed p'].value:.3f} and {late[name, 'scheduled p'].value:.3f}, "
             f"ratio {drop[name]:.2g}"

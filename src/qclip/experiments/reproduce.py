@@ -4,11 +4,13 @@ import json
 import platform
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from html import escape
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -109,7 +111,7 @@ def reproduce(out: Path, *, quick: bool = False, only: Sequence[str] = (), conso
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress, _finally_report(rows, out, quick):
         task = progress.add_task("", total=len(chosen))
         for claim in chosen:
             progress.update(task, description=f"{claim.id:32}")
@@ -118,13 +120,25 @@ def reproduce(out: Path, *, quick: bool = False, only: Sequence[str] = (), conso
             progress.advance(task)
             verdict = rows[-1].outcome.verdict
             console.print(f"[{COLORS[verdict]}]{verdict:8}[/] {claim.id:32} {rows[-1].seconds:6.1f} s")
-    (out / "report.html").write_text(_report(rows, quick), encoding="utf-8")
     return rows
+
+
+@contextmanager
+def _finally_report(rows: list[Row], out: Path, quick: bool) -> Iterator[None]:
+    """Write the report whatever happens: an interrupted run shows what it finished."""
+    try:
+        yield
+    finally:
+        (out / "report.html").write_text(_report(rows, quick), encoding="utf-8")
 
 
 def _run(claim: Claim, effort: Effort, out: Path) -> Row:
     started = time.perf_counter()
-    outcome = claim.run(effort)
+    try:
+        outcome = claim.run(effort)
+    except Exception as error:
+        # A claim that cannot be run has failed; the others still can be.
+        outcome = Outcome("an outcome", f"{type(error).__name__}: {error}", printed=False)
     path = None
     if outcome.draw is not None:
         path = out / "figures" / f"{claim.id}.png"
@@ -152,14 +166,14 @@ def summary(rows: list[Row]) -> Table:
 def _report(rows: list[Row], quick: bool) -> str:
     counts = Counter[str](row.outcome.verdict for row in rows)
     told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in COLORS if counts[verdict])
-    packages = ", ".join(f"{name} {version(name)}" for name in ("qclip", "numpy", "scipy", "numba"))
+    packages = ", ".join(f"{name} {version(name)}" for name in ("qclip", "numpy", "scipy", "numba") if find_spec(name))
     kind, seconds = "Quick" if quick else "Full", sum(row.seconds for row in rows)
     facts = f"{kind} run of {seconds:.0f} s on Python {platform.python_version()}, {packages}."
     body = [
         "<h1>The paper, executed</h1>",
         f'<p class="lead">Every claim of “On the Convergence of DP-SGD with Adaptive Clipping”, and of this project’s '
-        f"corrections and additions, measured: {told}. A verdict follows from the measurement. <b>erratum</b> means "
-        f"that the printed text fails where our repair holds.</p>",
+        f"corrections and additions: {told}. A verdict follows from a measurement or, where the statement is about a "
+        f"formula, from its evaluation. <b>erratum</b> means that the printed text fails where our repair holds.</p>",
         f'<p class="facts">{escape(facts)}</p>',
         page.table(
             ("verdict", "claim", "where", "seconds"),

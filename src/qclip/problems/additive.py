@@ -84,11 +84,12 @@ class HeavyTailedQuadratic(AdditiveNoise):
 
     def loss(self, x: Floats) -> Floats:
         """The quadratic."""
+        x = self.point(x)
         return 0.5 * ((x - self.centre) ** 2 * self.spectrum).sum(-1)
 
     def grad(self, x: Floats) -> Floats:
         """``spectrum * (x - centre)``."""
-        return self.spectrum * (x - self.centre)
+        return self.spectrum * (self.point(x) - self.centre)
 
 
 class NonConvex(AdditiveNoise):
@@ -98,12 +99,12 @@ class NonConvex(AdditiveNoise):
 
     def loss(self, x: Floats) -> Floats:
         """The sum of saturating wells."""
-        square = (x - self.centre) ** 2
+        square = (self.point(x) - self.centre) ** 2
         return (self.spectrum * square / (1 + square)).sum(-1)
 
     def grad(self, x: Floats) -> Floats:
         """``2 u / (1 + u^2)^2``, weighted."""
-        u = x - self.centre
+        u = self.point(x) - self.centre
         return self.spectrum * 2 * u / (1 + u**2) ** 2
 
 

@@ -73,11 +73,13 @@ class Logistic(Problem):
 
     def loss(self, x: Floats) -> Floats:
         """The mean loss."""
+        x = self.point(x)
         margin = self.labels * (x @ self.features.T)
         return np.logaddexp(0, -margin).mean(-1) + self.ridge / 2 * (x**2).sum(-1)
 
     def grad(self, x: Floats) -> Floats:
         """The mean gradient."""
+        x = self.point(x)
         return self._pull(x) @ self.features / len(self.labels) + self.ridge * x
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
@@ -93,7 +95,7 @@ class Logistic(Problem):
 
     def quantile(self, x: Floats, p: float | Floats) -> Floats:
         """The ceil(n p)-th smallest of the n gradient norms."""
-        p = levels(p)
+        x, p = self.point(x), levels(p)
         norms = np.sort(self._norms(x), axis=-1)
         n = norms.shape[-1]
         rank = np.clip(np.ceil(np.asarray(p) * n - 1e-9).astype(int), 1, n) - 1
@@ -101,6 +103,7 @@ class Logistic(Problem):
 
     def clip_moments(self, x: Floats, tau: float | Floats) -> ClipMoments:
         """Means over all examples."""
+        x = self.point(x)
         n = len(self.labels)
         gradients = self.example_gradients(x, np.broadcast_to(np.arange(n), (*x.shape[:-1], n)))
         norms = np.linalg.norm(gradients, axis=-1)

@@ -54,7 +54,10 @@ class Bound:
         return max(("optimisation", "variance", "bias"), key=lambda term: getattr(self, term))
 
     def one_run(self, confidence: float = 0.95) -> float:
-        """What a single run stays below with this probability (Markov's inequality on the expectation)."""
+        """What a single run stays below with this probability, by Markov's inequality on the expectation.
+
+        For a `certificate`, whose value is itself a record, see the condition in its docstring.
+        """
         return self.total / (1 - check.between("confidence", confidence, 0, 1, "0.95 is usual"))
 
 
@@ -331,7 +334,8 @@ def check_steps(
         limit = _max_step(rule, a, float(p[t]), beta, c)
         name = "gamma" if gamma_L.size == 1 else f"gamma[{t}]"
         remedy = f"lower the step size{'' if c is None else ', or c'}, or raise p = {p[t]:g} (see max_step)"
-        raise check.refuse(name, float(gamma_L[t] / a.L), f"below {limit:.6g} at p = {p[t]:g}", remedy)
+        relation = "at most" if c is not None else "below"
+        raise check.refuse(name, float(gamma_L[t] / a.L), f"{relation} {limit:.6g} at p = {p[t]:g}", remedy)
 
 
 def _best_beta(rule: TheoremForm, gamma_L: Floats, p: Floats, fixed: float, bias: float, c: float | None) -> float:

@@ -38,7 +38,8 @@ def certificate(
     record when left out (fix it beforehand for an exact statement about the expectation when records differ between
     runs). With groups, ``taus`` and ``clipped_fractions`` are [steps, groups] and ``dim`` has one entry per group.
 
-    It bounds the expectation over runs; `Bound.one_run` gives what a single run satisfies.
+    It bounds the expectation over runs. `Bound.one_run` is what a single run satisfies when the record hardly varies
+    between runs (docs/theory.md has the exact statement).
     """
     tau, fraction = _matrix("taus", taus), _matrix("clipped_fractions", clipped_fractions)
     steps, groups = tau.shape
@@ -55,6 +56,10 @@ def certificate(
     if not np.isfinite(fraction).all():
         raise check.refuse("clipped_fractions", "NaN or infinite", "finite", "check what was recorded")
     gamma = np.broadcast_to(gamma, steps)
+    exact = not np.any(np.asarray(fraction_std))
+    if exact and not ((fraction >= 0) & (fraction <= 1)).all():
+        worst = float(fraction.flat[np.argmax(np.abs(fraction - 0.5))])
+        raise check.refuse("clipped_fractions", worst, "in [0, 1]", "give fraction_std if they are noisy")
     B = check.positive("batch_size", batch_size, "it is the expected number of examples a step")
     z = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
 
@@ -65,6 +70,10 @@ def certificate(
         lowest = min(1.0, float((1 - h - step_margin).min()))
         remedy = "pass p_lo, a lower bound that you know, or record less noisy fractions"
         p_lo = check.between("lowest unclipped fraction less its margin", lowest, 0, 1, remedy, closed="high")
+    elif exact and float((1 - h).min()) < p_lo:
+        lowest = float((1 - h).min())
+        remedy = "lower it: the record says that fewer examples were unclipped"
+        raise check.refuse("p_lo", p_lo, f"at most {lowest:.4g}, the lowest recorded fraction", remedy)
     p = np.array([check.between("p_lo", p_lo, 0, 1, "it bounds every unclipped fraction from below", closed="high")])
 
     power_t = (tau**2).sum(axis=1) / B + (z / B * tau @ np.sqrt(dims)) ** 2

@@ -1,6 +1,7 @@
 """Choosing the step size and the quantile: what minimises the bound, and the steps a target takes."""
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +27,7 @@ from qclip.theory.bounds import (
 )
 from qclip.theory.rates import rates
 
-MOST_STEPS = 10**15
+MOST_STEPS = 10**12
 BUDGET_STEPS = (50, 1_000, 20_000, 400_000)
 
 
@@ -98,8 +99,8 @@ class Plan:
 
     @property
     def at_edge(self) -> bool:
-        """Whether p stands at its limit 1 - 1/steps: the bound would rather clip nothing at all."""
-        return bool((1 - self.p) * self.steps < 1.001)
+        """Whether p stands at its limit, one example clipped in the run: the bound would rather clip nothing."""
+        return bool(1 - self.p < 1.001 * _least_clipped(self.steps, self.batch_size))
 
     def coupled(self) -> CoupledPlan:
         """The best coupled schedules for an unknown horizon, their constants chosen at this plan's steps."""
@@ -114,7 +115,7 @@ class Plan:
         changed = {
             "twice the steps": again(a, steps=2 * self.steps, **budget),
             "twice the gradient noise sigma": again(replace(a, sigma=2 * a.sigma), steps=self.steps, **noise),
-            "twice the distance gap": again(replace(a, gap=2 * a.gap), steps=self.steps, **noise),
+            "twice the gap f(x0) - inf f": again(replace(a, gap=2 * a.gap), steps=self.steps, **noise),
         }
         if self.privacy is not None:
             larger = replace(self.privacy, examples=2 * self.privacy.examples)
@@ -152,7 +153,7 @@ def plan(
 
     One of ``steps`` and ``target``: with ``target``, a value of the mean of ``E ||grad f||^2``, the plan takes the
     fewest steps whose bound reaches it. ``privacy`` sets the noise multiplier from a budget. The quantile is at
-    most 1 - 1/steps: beyond it a run of single examples would clip less than one of them, which is plain SGD.
+    most 1 - 1/(steps batch_size): beyond it the run would clip less than one example, which is plain SGD.
 
     >>> p = plan(Assumptions(L=1, sigma=1, q=2, gap=1), steps=10_000)
     >>> round(p.bound.total, 4), p.bound.dominant
@@ -187,6 +188,11 @@ def _check_budget(privacy: Privacy, batch_size: float) -> None:
     check.positive("epsilon", privacy.epsilon, "it is the privacy budget; 1 to 10 is usual")
     check.between("delta", privacy.delta, 0, 1, "well below 1/(dataset size), such as 1e-5")
     examples = check.count("examples", privacy.examples, "it is the size of the dataset")
+    if privacy.delta >= 1 / examples:
+        message = (
+            f"delta = {privacy.delta:g} is not below 1/examples = {1 / examples:g}: it allows revealing whole examples"
+        )
+        warnings.warn(message, stacklevel=3)
     if batch_size > examples:
         raise check.refuse("batch_size", batch_size, f"at most examples = {examples}", "lower the batch size")
 
@@ -199,13 +205,18 @@ def _plan_steps(a: Assumptions, steps: int, noise_multiplier: float, privacy: Pr
         limit = np.minimum(rule.step_cap, (1 - h) / (rule.drag + rule.curvature * (1 - h) ** 2))
         return constant_total(rule, a, share * limit, h, steps)
 
-    share, h = _minimise(total, (1e-9, 1 - 1e-9), (1 / steps, 1 - 1e-6))
+    share, h = _minimise(total, (1e-9, 1 - 1e-9), (_least_clipped(steps, public["batch_size"]), 1 - 1e-6))
     limit = max_step_private(a, 1 - h, noise_multiplier=noise_multiplier, **public)
     found = bound_private(a, share * limit, 1 - h, steps=steps, noise_multiplier=noise_multiplier, **public)
     return Plan(
         assumptions=a, steps=steps, noise_multiplier=noise_multiplier, privacy=privacy,
         gamma=share * limit, p=1 - h, bound=found, **public,
     )  # fmt: skip
+
+
+def _least_clipped(steps: int, batch_size: float) -> float:
+    """The clipped fraction at which a run clips one example in all: below it QC-SGD is plain SGD."""
+    return min(0.5, 1 / (steps * batch_size))
 
 
 def constant_total(rule: TheoremForm, a: Assumptions, gamma_L: Floats, h: Floats, steps: float) -> Floats:
@@ -260,8 +271,9 @@ def _plan_target(
 
     def unreachable(steps: int) -> ValueError:
         found = _plan_steps(a, steps, rough(steps), privacy, public).bound.total
-        why = "at a fixed privacy budget the noise grows with the steps" if privacy else "it decays too slowly"
-        remedy = f"{why}: raise the target, the batch or the budget (more examples help most)"
+        remedy = "raise the target or the batch size"
+        if privacy:
+            remedy = f"at a fixed privacy budget the noise grows with the steps: {remedy}, or use more examples"
         return check.refuse("target", target, f"above {found:.4g}, the bound at {steps:,} steps", remedy)
 
     low, high = 1, 2
@@ -300,6 +312,7 @@ def _plan_coupled(base: Plan) -> CoupledPlan:
     clipped_exponent = 0.0 if private else exponents.nu
     rule = private_form(a, form="sharp", **base._public())
     times, counts = _time_grid(base.steps)
+    least = math.log(_least_clipped(base.steps, base.batch_size))
 
     def constants(point: Floats) -> tuple[float, float]:
         share, h = 1 / (1 + math.exp(-point[0])), math.exp(point[1])
@@ -307,13 +320,13 @@ def _plan_coupled(base: Plan) -> CoupledPlan:
 
     def evaluate(point: Floats) -> Bound:
         step_size, h = constants(point)
-        p = 1 - h * times**clipped_exponent
+        p = 1 - np.maximum(h * times**clipped_exponent, 1e-15)  # below 1, whatever the rounding
         return assemble(rule, a, step_size * times**step_exponent, p, p, counts)
 
     found = minimize(
         lambda point: math.log(evaluate(point).total),
-        x0=[-2.0, max(-1.0, -math.log(base.steps))],
-        bounds=[(-30, 30), (-math.log(base.steps), -1e-9)],
+        x0=[-2.0, max(-1.0, least)],
+        bounds=[(-30, 30), (least, -1e-9)],
         method="Nelder-Mead",
     )
     return CoupledPlan(*constants(found.x), step_exponent, clipped_exponent, evaluate(found.x))
