@@ -105,7 +105,7 @@ def test_bad_arguments_are_refused(name, value, message):
 
 def test_a_budget_below_what_delta_can_resolve_is_refused(monkeypatch):
     # No amount of noise helps when the accountant cannot report less: the search must end and say so.
-    monkeypatch.setattr(accounting, "epsilon_of", lambda **_: 0.1)
+    monkeypatch.setattr(accounting, "_epsilon", lambda **_: 0.1)
     with pytest.raises(
         ValueError, match=r"epsilon = 0\.01 must be large enough to be met by some noise; raise epsilon"
     ):

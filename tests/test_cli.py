@@ -23,7 +23,7 @@ def run(capsys, *arguments):
 def test_plan_prints_its_choice_and_its_reasons(capsys):
     status, out, _ = run(capsys, *PLAN, "--steps", "10000")
     assert status == 0
-    for word in ("step size gamma", "0.01549", "optimisation", "How the optimum moves", "dominates", "unknown number"):
+    for word in ("step size gamma", "0.01549", "optimisation", "How the optimum moves", "largest", "unknown number"):
         assert word in out
 
 
@@ -101,3 +101,16 @@ def test_module_and_help():
     shown = subprocess.run([sys.executable, "-m", "qclip", "--help"], capture_output=True, text=True, check=True).stdout
     assert "reproduce" in shown
     assert "plan" in shown
+
+
+def test_only_takes_several_ids_however_they_are_given(capsys, tmp_path):
+    several = ("--only", "lemma1-proof-step,term2-direction", "--only", "exact-quantile-not-private")
+    assert run(capsys, "reproduce", "--quick", *several, "--out", str(tmp_path))[0] == 0
+    found = {entry["id"] for entry in json.loads((tmp_path / "claims.json").read_text())}
+    assert found == {"lemma1-proof-step", "term2-direction", "exact-quantile-not-private"}
+
+
+def test_version_and_an_empty_dataset(capsys):
+    assert run(capsys, "--version")[1].startswith("qclip ")
+    status, _, err = run(capsys, *PLAN, "--steps", "10", "--epsilon", "1", "--examples", "0")
+    assert (status, "--examples = 0 must be >= 1" in err) == (2, True)

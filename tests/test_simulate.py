@@ -25,6 +25,7 @@ from qclip.schedules import polynomial
 from qclip.simulate import simulate
 from qclip.theory import bound, bound_private
 
+NOISY_QUADRATIC = HeavyTailedQuadratic(1, Gaussian(1.0))
 QUIET = HeavyTailedQuadratic(spectrum=[1.0, 0.3], noise=Gaussian(0.0))
 NOISY = HeavyTailedQuadratic(3, Pareto(2.5, 0.5, one_sided=True))
 X0 = [1.0, -1.0, 0.5]
@@ -173,7 +174,8 @@ def test_an_empty_poisson_batch_only_adds_noise():
     still = np.abs(run.final[:, 0] - 3.0) < 0.02
     assert still.mean() == pytest.approx(np.exp(-1), abs=5 * np.sqrt(0.25 / 2000))
     assert np.all(run.final[still, 0] != 3.0)
-    assert np.all(run.unclipped[0] == 0)  # of an empty batch, nothing
+    assert np.all(np.isnan(run.unclipped[0][still]))  # of an empty batch there is no fraction
+    assert np.all(run.unclipped[0][~still] == 0)
 
 
 # What is recorded
@@ -393,3 +395,21 @@ def test_a_huge_threshold_at_a_zero_gradient_clips_nothing():
     run = simulate(QUIET, step_size=0.1, tau=1e12, steps=2, x0=[0.0, 0.0], seeds=2, record=[0], loop="numpy")
     assert np.all(run.final == 0)
     assert np.all(run.unclipped[0] == 1)
+
+
+def test_a_run_that_diverges_is_refused_in_words():
+    for loop in ("numpy", "compiled"):
+        with pytest.raises(ValueError, match=r"x = 'not finite in .* must be finite; lower the step size"):
+            simulate(NOISY_QUADRATIC, step_size=25.0, p=0.5, steps=400, x0=[1.0], seeds=2, loop=loop)
+
+
+def test_a_run_says_which_loop_it_took_and_takes_values_per_step():
+    gammas = np.linspace(0.1, 0.2, 5)
+    compiled = simulate(NOISY_QUADRATIC, step_size=gammas, p=0.5, steps=5, x0=[1.0], seeds=2)
+    plain = simulate(
+        NOISY_QUADRATIC, step_size=lambda t: gammas[t], p=[0.5] * 5, steps=5, x0=[1.0], seeds=2, loop="numpy"
+    )
+    assert (compiled.loop, plain.loop) == ("compiled", "numpy")
+    assert compiled.final == pytest.approx(plain.final, rel=1e-4)
+    with pytest.raises(ValueError, match=r"array of shape \(3,\)"):
+        simulate(NOISY_QUADRATIC, step_size=[0.1] * 3, p=0.5, steps=5, x0=[1.0], seeds=2)

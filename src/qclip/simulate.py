@@ -156,8 +156,9 @@ def simulate(
 
 
 def _check_finite(state: State, step: int) -> None:
-    if not np.isfinite(state.x).all():
-        bad = int((~np.isfinite(state.x)).any(1).sum())
+    lost = ~(np.abs(state.x) < 1e150).all(1)  # beyond, squares overflow; a NaN is lost too
+    if lost.any():
+        bad = int(lost.sum())
         remedy = "lower the step size (theory.max_step says how far)"
         raise check.refuse("x", f"not finite in {bad} of {len(state.x)} seeds by step {step}", "finite", remedy)
 

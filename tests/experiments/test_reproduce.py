@@ -62,3 +62,14 @@ def test_an_interrupted_run_leaves_what_it_found(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         reproduce(tmp_path, quick=True)
     assert [entry["id"] for entry in json.loads((tmp_path / "claims.json").read_text())] == [CHEAP[0]]
+
+
+def test_a_claim_that_cannot_be_run_fails_and_the_others_go_on(tmp_path, monkeypatch):
+    @claim("raises", "A claim that raises", "nowhere")
+    def raises(effort: Effort) -> Outcome:
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(module, "CLAIMS", (raises, select(CHEAP[:1])[0]))
+    first, second = reproduce(tmp_path, quick=True)
+    assert (first.outcome.verdict, second.outcome.verdict) == ("fails", "erratum")
+    assert "RuntimeError: no such thing" in (tmp_path / "report.html").read_text()

@@ -129,7 +129,7 @@ def test_erratum_c_a_large_batch():
     assert printed.total * c == pytest.approx(0.001)
     assert left == pytest.approx(4.2e50, rel=0.01)
     for form in ("corrected", "sharp"):
-        with pytest.raises(ValueError, match=r"gamma = 25\.0.* must be below"):
+        with pytest.raises(ValueError, match=r"gamma = 25\.0.* must be at most"):
             bound_private(a, gamma, 0.9, beta, c, steps=20, **public, form=form)
 
 
@@ -144,7 +144,7 @@ def test_erratum_d_the_dimension():
     printed = bound_private(a, gamma, 0.5, beta, c, steps=60, **public, form="printed")
     assert printed.total * c == pytest.approx(1 / 6)
     assert left == pytest.approx(5.4e6, rel=0.01)
-    with pytest.raises(ValueError, match=r"gamma = 0\.05.* must be below"):
+    with pytest.raises(ValueError, match=r"gamma = 0\.05.* must be at most"):
         bound_private(a, gamma, 0.5, beta, c, steps=60, **public)
 
 
@@ -403,7 +403,7 @@ def test_largest_step_is_the_boundary(a, p, form, beta_share, c_share):
     for constants in ({}, {"beta": beta}, {"beta": beta, "c": c}, {"c": c}):
         limit = max_step(a, p, **constants, form=form)
         assert bound(a, limit * (1 - 1e-6), p, **constants, steps=3, form=form).total > 0
-        with pytest.raises(ValueError, match=r"^gamma = .* must be below .* at p = .*; lower the step size"):
+        with pytest.raises(ValueError, match=r"^gamma = .* must be (below|at most) .* at p = .*; lower the step size"):
             bound(a, limit * (1 + 1e-6), p, **constants, steps=3, form=form)
 
 
@@ -413,7 +413,7 @@ def test_largest_private_step_is_the_boundary(a, p, public, beta_share, c_share)
     for constants in ({}, {"beta": beta}, {"beta": beta, "c": c_share * (p - beta / 2)}):
         limit = max_step_private(a, p, **constants, **public)
         assert bound_private(a, limit * (1 - 1e-6), p, **constants, steps=3, **public).total > 0
-        with pytest.raises(ValueError, match="must be below"):
+        with pytest.raises(ValueError, match="must be (below|at most)"):
             bound_private(a, limit * (1 + 1e-6), p, **constants, steps=3, **public)
 
 
@@ -530,5 +530,5 @@ def test_public_constants_are_checked(name, value, message):
 
 def test_too_large_a_step_names_the_limit():
     limit = max_step(ONE, 0.5, 0.2, 0.1, "printed")
-    with pytest.raises(ValueError, match=rf"gamma = 0\.6 must be below {limit:.6g} at p = 0\.5; lower the step.* or c"):
+    with pytest.raises(ValueError, match=rf"gamma = 0\.6 must be at most {limit:.6g} at p = 0\.5; .* or c"):
         bound(ONE, 0.6, 0.5, 0.2, 0.1, steps=10, form="printed")

@@ -183,3 +183,11 @@ def test_refuses(change, message):
     good = {"gammas": 0.1, "taus": [1.0, 2.0], "clipped_fractions": [0.1, 0.2], **PUBLIC}
     with pytest.raises(ValueError, match=message):
         certificate(ONE, **good | change)
+
+
+def test_a_record_that_cannot_be_is_refused():
+    good = {"batch_size": 4, "noise_multiplier": 0, "dim": 1}
+    with pytest.raises(ValueError, match=r"clipped_fractions = -0.5 must be in \[0, 1\]; give fraction_std"):
+        certificate(Assumptions(L=1, sigma=1, q=2, gap=1), 0.1, [1.0, 1.0], [-0.5, 0.2], **good)
+    with pytest.raises(ValueError, match=r"p_lo = 0.9 must be at most 0.5, the lowest recorded fraction; lower it"):
+        certificate(Assumptions(L=1, sigma=1, q=2, gap=1), 0.1, [1.0, 1.0], [0.5, 0.2], p_lo=0.9, **good)

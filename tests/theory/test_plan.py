@@ -28,7 +28,7 @@ def sharp(a, gamma_L, h, beta, steps, *, batch_size=1, dim=1, noise_multiplier=0
 
 
 def searched(a, steps, **public):
-    """The least sharp bound over gamma, h >= 1/steps and beta."""
+    """The least sharp bound over gamma, h >= 1/(steps batch_size) and beta."""
 
     def total(point):
         log_gamma, log_h, share = point
@@ -36,7 +36,7 @@ def searched(a, steps, **public):
         value = sharp(a, np.exp(log_gamma), h, share * (1 - h), steps, **public)
         return np.log(np.minimum(value, 1e300))
 
-    box = [(-25, 0), (-math.log(steps), -1e-6), (1e-6, 1)]
+    box = [(-25, 0), (-math.log(steps * public.get("batch_size", 1)), -1e-6), (1e-6, 1)]
     found = differential_evolution(total, box, seed=0, tol=1e-12, maxiter=400)
     return math.exp(found.fun)
 
@@ -70,12 +70,12 @@ def test_no_random_parameters_beat_the_plan(a, steps, z, seed):
     public = {"batch_size": 32, "dim": 100, "noise_multiplier": z, "sampling": "poisson"}
     found = plan(a, steps=steps, **public)
     rng = np.random.default_rng(seed)
-    h = np.exp(rng.uniform(-math.log(steps), 0, 5000))
+    h = np.exp(rng.uniform(-math.log(32 * steps), 0, 5000))
     gamma_L = np.exp(rng.uniform(-15, 0, 5000))
     totals = sharp(a, gamma_L, h, rng.uniform(0, 1, 5000) * (1 - h), steps, **public)
     # And around the plan, where it matters.
     near = np.exp(rng.normal(0, 0.1, (3, 1000)))
-    h_near = np.clip((1 - found.p) * near[1], 1 / steps, 0.999)
+    h_near = np.clip((1 - found.p) * near[1], 1 / (32 * steps), 0.999)
     beta = np.minimum(found.bound.beta * near[2], 1 - h_near)
     close = sharp(a, found.gamma * a.L * near[0], h_near, beta, steps, **public)
     assert found.bound.total <= min(totals.min(), close.min()) * (1 + 1e-6)
@@ -222,7 +222,7 @@ def test_moves_are_the_plans_they_name():
     named = {
         "twice the steps": plan(ONE, steps=4000, **NOISY),
         "twice the gradient noise sigma": plan(replace(ONE, sigma=2), steps=2000, **NOISY),
-        "twice the distance gap": plan(replace(ONE, gap=2), steps=2000, **NOISY),
+        "twice the gap f(x0) - inf f": plan(replace(ONE, gap=2), steps=2000, **NOISY),
         "twice the noise multiplier": plan(ONE, steps=2000, **NOISY | {"noise_multiplier": 4.0}),
     }
     moves = {move.change: move for move in base.moves()}
@@ -241,7 +241,7 @@ def test_moves_of_a_long_run_follow_the_rate():
     root = math.sqrt(2)
     assert moves["twice the steps"].bound == pytest.approx(1 / root, rel=0.01)
     assert moves["twice the steps"].step_size == pytest.approx(1 / root, rel=0.01)
-    assert moves["twice the distance gap"].bound == pytest.approx(root, rel=0.01)
+    assert moves["twice the gap f(x0) - inf f"].bound == pytest.approx(root, rel=0.01)
     assert moves["twice the gradient noise sigma"].bound == pytest.approx(2, rel=0.01)
     assert "twice the noise multiplier" not in moves
 
@@ -315,3 +315,15 @@ def test_a_target_out_of_reach_is_refused_with_what_can_be_reached():
 def test_a_run_that_starts_at_the_minimum_needs_no_plan():
     with pytest.raises(ValueError, match=r"gap = 0.0 must be > 0; a run that starts at the minimum needs no plan"):
         plan(Assumptions(L=1, sigma=1, q=2, gap=0), steps=10)
+
+
+def test_a_delta_that_allows_revealing_examples_is_warned_about(monkeypatch):
+    monkeypatch.setattr(Privacy, "noise_multiplier", lambda self, batch_size, steps: 1.0)
+    with pytest.warns(UserWarning, match=r"delta = 0.01 is not below 1/examples = 0.001"):
+        plan(ONE, steps=10, batch_size=10, privacy=Privacy(1.0, 0.01, 1000))
+
+
+def test_very_long_plans_have_schedules_too():
+    found = plan(ONE, target=1e-5)
+    assert found.bound.total <= 1e-5
+    assert np.isfinite(found.coupled().bound.total)

@@ -92,3 +92,16 @@ def fit_slope(x: np.ndarray, samples: np.ndarray, rng: np.random.Generator, *, r
     slopes = np.array([solve @ np.log(samples[:, pick].mean(1)) for pick in picks])
     low, high = np.quantile(slopes, [0.025, 0.975])
     return Slope(float(solve @ np.log(samples.mean(1))), float(low), float(high))
+
+
+def bars(values: dict[str, float], axis: str, title: str = "", *, log: bool = False) -> "Figure":
+    """A few numbers, side by side."""
+    from qclip.report.style import label, new_figure
+
+    figure, (ax,) = new_figure(height=1.2 + 0.4 * len(values))
+    ax.barh(list(values), list(values.values()), color="#2563a8", height=0.55)
+    ax.invert_yaxis()
+    if log:
+        ax.set_xscale("log")
+    label(ax, axis, "", title)
+    return figure

@@ -12,7 +12,7 @@ from qclip.simulate import simulate
 
 @claim(
     "fixed-clip-fixed-point",
-    "SGD clipped at tau stands still at x = -p tau/(1-p) for gradients x + a Bernoulli(p)",
+    "SGD clipped at tau stands still at x = -p tau/(1-p) for gradients x + a Bernoulli(p), p < 1/2 (mirrored above)",
     "Koloskova et al.",
 )
 def fixed_clip_fixed_point(effort: Effort) -> Outcome:
@@ -28,12 +28,24 @@ def fixed_clip_fixed_point(effort: Effort) -> Outcome:
         error = run.final.std() / 8
         rows.append((problem.fixed_point(tau), float(run.final.mean()), float(error)))
     deviations = [abs(found - exact) / error for exact, found, error in rows]
+
+    def draw():  # noqa: ANN202
+        from qclip.report.style import label, new_figure
+
+        figure, (ax,) = new_figure()
+        exact, found, error = np.array(rows).T
+        ax.errorbar(exact, found - exact, 4.5 * error, fmt="o", markersize=4)
+        ax.axhline(0, color="k", linewidth=0.8)
+        label(ax, "closed form", "where runs end, less the closed form", "bars: 4.5 standard errors")
+        return figure
+
     return Outcome(
         expected=", ".join(f"{exact:.4f}" for exact, _, _ in rows),
         measured=", ".join(f"{found:.4f}" for _, found, _ in rows),
         printed=max(deviations) < 4.5,
         error="standard errors " + ", ".join(f"{e:.4f}" for *_, e in rows) + "; 4.5 allowed (1 in 10^5)",
         values={"largest_deviation_in_standard_errors": max(deviations)},
+        draw=draw,
     )
 
 
@@ -72,12 +84,13 @@ def fixed_clip_growing_threshold(effort: Effort) -> Outcome:
         return figure
 
     return Outcome(
-        expected="where runs end falls steadily towards 0 for lambda = 1/8 and 1/4, and stays for lambda = 0",
+        expected="where runs end falls steadily for lambda = 1/8 and 1/4 (at most T^(-.1)), and stays for lambda = 0",
         measured="; ".join(
             f"lambda = {lam:g}: {left[lam]:.2f} of the first value, exponent {slopes[lam]}" for lam in means
         ),
         printed=bool(
-            left[0.0] > 0.8 and all((np.diff(curves[lam]) < 0).all() and left[lam] < 1 / 4 for lam in (0.125, 0.25))
+            abs(slopes[0.0].value) < 0.05
+            and all((np.diff(curves[lam]) < 0).all() and slopes[lam].high < -0.1 for lam in (0.125, 0.25))
         ),
         error="95 % intervals, resampled over 256 seeds",
         values={f"slope, lambda = {lam:g}": slopes[lam].value for lam in means},
@@ -85,53 +98,67 @@ def fixed_clip_growing_threshold(effort: Effort) -> Outcome:
     )
 
 
-@claim("fixed-clip-lambda", "lambda in (0, 1/4) is the interval to choose tau ~ T^lambda from", "erratum H")
+@claim("fixed-clip-lambda", "lambda in (0, 1/4) is where to choose tau ~ T^lambda from", "after eq. 12; erratum H")
 def fixed_clip_lambda(effort: Effort) -> Outcome:  # noqa: ARG001  (exact: the same at any effort)
-    """The exponent of the order-level bound at each lambda: the best, -1/2, needs lambda >= 1/4."""
+    """The exponent of the order-level bound at each lambda, far out: all of the interval is slower than its end."""
     a = theory.Assumptions(L=1, sigma=1, q=2, gap=1)
-    lambdas = np.round(np.linspace(0.05, 0.5, 10), 3)
-    lengths = np.geomspace(1e10, 1e14, 5)
+    lambdas = np.array([0.02, 0.05, 0.1, 0.15, 0.2, 0.24, 0.249, 0.25, 0.3, 0.4, 0.5])
+    lengths = 10.0 ** np.arange(100, 141, 10)  # so far out that the terms of lower order are gone
 
     def exponent(lam: float) -> float:
         totals = [theory.fixed_clip_bound(a, T**-0.5, T**lam, steps=int(T)).total for T in lengths]
         return float(np.polyfit(np.log(lengths), np.log(totals), 1)[0])
 
     exponents = np.array([exponent(lam) for lam in lambdas])
-    inside, edge = lambdas < 0.25, exponents[lambdas == 0.25][0]
-    best_inside = exponents[inside].min()
+    inside = exponents[lambdas < 0.25]
+    beyond = exponents[lambdas >= 0.25]
+
+    def draw():  # noqa: ANN202
+        from qclip.report.style import label, new_figure
+
+        figure, (ax,) = new_figure()
+        ax.plot(lambdas, exponents, "o-", markersize=4, label="exponent of the bound")
+        ax.axvspan(0, 0.25, color="#d9822b", alpha=0.12, label="the printed interval")
+        label(ax, "λ, with τ ~ T^λ and γ ~ T^(-1/2)", "exponent of T")
+        return figure
+
     return Outcome(
-        expected="the best exponent, -1/2, reached inside (0, 1/4)",
-        measured=f"best inside: {best_inside:.3f}; at 1/4: {edge:.3f}; at 1/2: {exponents[-1]:.3f}",
-        printed=bool(best_inside < edge + 0.005),
-        repaired=bool(abs(edge + 0.5) < 0.01 and abs(exponents[-1] + 0.5) < 0.01),
-        error="the terms of lower order at these T",
-        values={"best_inside": float(best_inside), "at_a_quarter": float(edge)},
+        expected="the best exponent is reached inside (0, 1/4); corrected: -min(1/2, 2 lambda), best for lambda >= 1/4",
+        measured=f"inside at best {inside.min():.4f} (at lambda = .249), at 1/4 and beyond {beyond.max():.4f}",
+        printed=bool(inside.min() <= beyond.min() + 1e-6),
+        repaired=bool(np.abs(exponents + np.minimum(0.5, 2 * lambdas)).max() < 2e-3),
+        error="exact, at lengths of 10^100 and more; 2e-3 allowed for the terms of lower order",
+        values={"best_inside": float(inside.min()), "at_a_quarter_and_beyond": float(beyond.max())},
+        draw=draw,
     )
 
 
 @claim(
     "fixed-clip-vs-quantile",
-    "A quantile follows the scale of the problem; a constant threshold must be tuned to it",
-    "section 3.3",
+    "A quantile follows the scale of the gradients; a threshold tuned at one scale fails at others",
+    "section 3.2 of the paper",
 )
 def fixed_clip_vs_quantile(effort: Effort) -> Outcome:
-    """One problem at five scales, with one quantile and one threshold for all."""
-    scales = np.array([0.01, 0.1, 1.0, 10.0, 100.0])
+    """Symmetric noise without a variance at five scales; the threshold is tuned at one of them, the quantile never."""
+    steps = effort.pick(2000, 20_000)
+
+    def final(scale: float, **how: Any) -> float:
+        # The median over seeds: without a variance a mean would not settle. The same draws at every scale.
+        problem = HeavyTailedQuadratic(1, Pareto(1.5, scale))
+        run = simulate(
+            problem, step_size=0.01, steps=steps, x0=[5 * scale], seeds=256, seed=effort.rng(), record=[], **how
+        )
+        return float(np.median(run.grad_norm2[-1])) / scale**2
+
+    tuned = min(np.geomspace(0.1, 100, 13), key=lambda tau: final(1.0, tau=float(tau)))
     methods: dict[str, dict[str, Any]] = {
-        "quantile, p = 0.9": {"p": 0.9},
-        "threshold, τ = 1": {"tau": 1.0},
+        "quantile, p = 0.5": {"p": 0.5},
+        f"threshold tuned at scale 1, τ = {tuned:.2g}": {"tau": float(tuned)},
         "plain SGD": {},
     }
-    relative = {name: [] for name in methods}
-    for scale in scales:
-        problem = HeavyTailedQuadratic(1, Pareto(2.05, scale, one_sided=True))
-        for name, how in methods.items():
-            run = simulate(
-                problem, step_size=0.01, steps=effort.pick(2000, 20_000), x0=[5 * scale], seeds=256, seed=effort.rng(),
-                record=[], **how,
-            )  # fmt: skip
-            relative[name].append(float((problem.grad(run.final) ** 2).mean()) / scale**2)
-    spread = {name: max(values) / min(values) for name, values in relative.items()}
+    scales = np.array([0.01, 0.1, 1.0, 10.0, 100.0])
+    relative = {name: np.array([final(float(scale), **how) for scale in scales]) for name, how in methods.items()}
+    quantile, threshold, plain = relative.values()
 
     def draw():  # noqa: ANN202
         from qclip.report.style import label, new_figure
@@ -139,15 +166,20 @@ def fixed_clip_vs_quantile(effort: Effort) -> Outcome:
         figure, (ax,) = new_figure()
         for name, values in relative.items():
             ax.loglog(scales, values, "o-", markersize=4, label=name)
-        label(ax, "scale of the gradients", "final ||∇f||² / scale²", "one setting at five scales")
+        label(ax, "scale of the gradients", "median final ||∇f||² / scale²", "one setting at five scales")
         return figure
 
-    quantile, threshold = spread["quantile, p = 0.9"], spread["threshold, τ = 1"]
     return Outcome(
-        expected="the quantile's result is the same at every scale; the threshold's differs by orders of magnitude",
-        measured=f"largest over smallest relative result: quantile {quantile:.6f}, threshold {threshold:.3g}",
-        printed=bool(quantile < 1 + 1e-6 and threshold > 100),
-        error="same draws at every scale: the quantile's equality is exact up to rounding",
-        values={"spread_quantile": quantile, "spread_threshold": threshold},
+        expected="the quantile is the same at every scale and within 2 x of the threshold where that was tuned; "
+        "the threshold is at least 10 x worse than the quantile at some other scale",
+        measured=f"quantile {quantile[2]:.2g} everywhere (spread {quantile.max() / quantile.min() - 1:.1e}); threshold "
+        f"{threshold[2]:.2g} at its scale, {threshold.max():.2g} at its worst; plain SGD {plain[2]:.2g}",
+        printed=bool(
+            quantile.max() / quantile.min() < 1 + 1e-6
+            and quantile[2] < 2 * threshold[2]
+            and threshold.max() > 10 * quantile.max()
+        ),
+        error="medians over 256 seeds; the same draws at every scale, so the quantile's equality is exact",
+        values={"quantile": quantile[2], "threshold_tuned": threshold[2], "threshold_worst": threshold.max()},
         draw=draw,
     )

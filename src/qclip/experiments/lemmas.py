@@ -7,7 +7,7 @@ from scipy import integrate
 
 from qclip import theory
 from qclip._validate import Floats
-from qclip.experiments.claim import Effort, Outcome, claim
+from qclip.experiments.claim import Effort, Outcome, bars, claim
 from qclip.experiments.suite import Case, cases, points
 from qclip.problems import Bernoulli, HeavyTailedQuadratic, Logistic, Problem
 from qclip.theory import Assumptions
@@ -41,15 +41,19 @@ def _bias_ratio(problem: Problem, x: Floats, p: float, qs: list[float]) -> float
 
 
 def _extremal_threshold(h: float) -> float:
-    """A jump a little likelier than h, seen from the minimiser: the quantile is the jump, which Markov cannot beat."""
-    problem = HeavyTailedQuadratic(1, Bernoulli(1.0, h * (1 + 1e-9)))
-    return _threshold_ratio(problem, np.zeros((1, 1)), 1 - h, [2.0])
+    """At a minimiser, noise of ±1 with probability just above h, else 0: the quantile is 1, sigma^2 the mass."""
+    mass = h * (1 + 1e-9)
+    a = Assumptions(1.0, mass**0.5, 2.0, 1.0)
+    values, probabilities = np.array([0.0, 1.0]), np.array([1 - mass, mass])
+    quantile = values[np.argmax(np.cumsum(probabilities) >= 1 - h)]
+    return float(quantile) / theory.lemma1_threshold(a, 1 - h, 0.0)
 
 
 def _extremal_bias(h: float) -> float:
-    """A jump with probability h, seen from where the other gradient vanishes: what is clipped is lost entirely."""
-    problem = HeavyTailedQuadratic(1, Bernoulli(1.0, h))
-    return _bias_ratio(problem, np.full((1, 1), h), 1 - h, [2.0])
+    """A jump with probability h (at most 1/2), seen from where the other gradient vanishes: it is lost entirely."""
+    mass = min(h, 0.5)
+    problem = HeavyTailedQuadratic(1, Bernoulli(1.0, mass))
+    return _bias_ratio(problem, np.full((1, 1), mass), 1 - h, [2.0])
 
 
 def _lemma1(effort: Effort, ratio: Ratio, extremal: Callable[[float], float], side: str) -> Outcome:
@@ -64,7 +68,7 @@ def _lemma1(effort: Effort, ratio: Ratio, extremal: Callable[[float], float], si
         figure, (ax,) = new_figure(width=7.6)
         for name, curve in curves.items():
             ax.semilogx(FRACTIONS, curve, label=name, linewidth=1.2)
-        ax.semilogx(FRACTIONS, edge, "k--", label="extremal two-point law", linewidth=1)
+        ax.semilogx(FRACTIONS, edge, "k--", label="extremal law, q = 2", linewidth=1)
         ax.axhline(1, color="k", linewidth=0.6)
         label(ax, "clipped fraction h = 1 - p", f"{side} / bound", "Lemma 1: largest ratio over x and q", legend=False)
         ax.legend(fontsize=7.5, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -73,8 +77,8 @@ def _lemma1(effort: Effort, ratio: Ratio, extremal: Callable[[float], float], si
     return Outcome(
         expected="ratio of the two sides at most 1 everywhere, and close to 1 for an extremal law",
         measured=f"largest ratio {worst:.4f} over {len(curves)} problems; extremal law {edge.max():.4f}",
-        printed=bool(max(worst, edge.max()) <= 1 + 1e-6 and edge.max() > 0.98),
-        error="quadrature, about 1e-5 of the threshold at worst",
+        printed=bool(max(worst, edge.max()) <= 1 + 1e-4 and edge.max() > 0.98),
+        error="quadrature: a few 1e-5 at worst; 1e-4 allowed",
         values={"largest_ratio": float(worst), "extremal_ratio": float(edge.max())},
         draw=draw,
     )
@@ -92,32 +96,50 @@ def lemma1_bias(effort: Effort) -> Outcome:
     return _lemma1(effort, _bias_ratio, _extremal_bias, "bias")
 
 
-@claim("lemma2-recursion", "One step of QC-SGD decreases f by at least what Lemma 2 says", "Lemma 2")
+@claim("lemma2-recursion", "One step of QC-SGD decreases f by at least what Lemma 2 says", "Lemma 2, eq. 8")
 def lemma2_recursion(effort: Effort) -> Outcome:
-    """The exact expected decrease at the states of real runs, step by step."""
+    """The expected decrease at the states of runs, step by step, on the quadratics and the finite sum.
+
+    (For a non-flat spectrum the smoothness bound on the decrease stands in for it: the lemma must hold for that too.)
+    """
     rng = effort.rng()
-    worst, count = -np.inf, 0
+    points = []  # actual change and limit, over gamma (G^2 + sigma^2)
     for case in cases(rng):
         problem = case.problem
         if not isinstance(problem, HeavyTailedQuadratic | Logistic):
             continue
-        gamma, p, beta = 0.3 / problem.L, 0.8, 0.3
-        steps = effort.pick(30, 300)
-        states = _path(problem, case.x0, gamma, p, steps, rng)
-        for q in case.moments():
-            a = _unit_gap(problem, q)
+        for p, beta in ((0.5, 0.4), (0.9, 0.6)):
+            gamma = 0.1 / problem.L
+            states = _path(problem, case.x0, gamma, p, effort.pick(15, 150), rng)
             change = _expected_change(problem, states, p, gamma)
-            for x, G, actual in zip(states, np.linalg.norm(problem.grad(states), axis=-1), change, strict=True):
-                factor = float(problem.clip_moments(x, problem.quantile(x, p)).mean_factor)
-                limit = theory.lemma2_descent(a, gamma, p, float(G), beta=beta, mean_factor=factor)
-                worst = max(worst, (actual - limit) / gamma)
-                count += 1
+            factors = problem.clip_moments(states, problem.quantile(states, p)).mean_factor
+            norms = np.linalg.norm(problem.grad(states), axis=-1)
+            for q in case.moments():
+                a = _unit_gap(problem, q)
+                for actual, factor, G in zip(change, factors, norms, strict=True):
+                    limit = theory.lemma2_descent(a, gamma, p, float(G), beta=beta, mean_factor=float(factor))
+                    points.append(np.array([actual, limit]) / (gamma * (G**2 + a.sigma**2)))
+    actual, limit = np.array(points).T
+    excess = float((actual - limit).max())
+
+    def draw():  # noqa: ANN202
+        from qclip.report.style import label, new_figure
+
+        figure, (ax,) = new_figure()
+        ax.plot(limit, actual, ".", markersize=3)
+        ax.plot([actual.min(), limit.max()], [actual.min(), limit.max()], "k-", linewidth=0.8)
+        label(
+            ax, "Lemma 2's limit / γ(G² + σ²)", "expected change of f / γ(G² + σ²)", "below the line: the lemma holds"
+        )
+        return figure
+
     return Outcome(
         expected="E f(x_(t+1)) - f(x_t) at most the right-hand side at every step",
-        measured=f"largest excess over the bound, per unit of step size: {worst:.3g} ({count} steps)",
-        printed=bool(worst <= 1e-6),
-        error="quadrature, about 1e-5 of the threshold at worst",
-        values={"largest_excess": float(worst), "steps_checked": float(count)},
+        measured=f"largest excess, relative to gamma (G^2 + sigma^2): {excess:.3f} ({len(points)} steps)",
+        printed=bool(excess <= 1e-4),
+        error="quadrature: a few 1e-5 at worst; 1e-4 allowed",
+        values={"largest_excess": excess, "steps_checked": float(len(points))},
+        draw=draw,
     )
 
 
@@ -162,4 +184,7 @@ def lemma1_proof_step(effort: Effort) -> Outcome:  # noqa: ARG001  (exact: the s
         repaired=tail <= repair,
         error="exact",
         values={"probability": tail, "printed": step, "repaired": repair},
+        draw=lambda: bars(
+            {"P(|δ| > Q)": tail, "(E|δ|/Q)^q, printed": step, "E|δ|^q/Q^q, Markov": repair}, "probability"
+        ),
     )

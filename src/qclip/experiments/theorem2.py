@@ -54,6 +54,8 @@ class Counterexample:
         return found
 
 
+Public = dict[str, Any]
+
 COUNTEREXAMPLES = (
     Counterexample("a batch of 100, no noise at all (erratum C)", 1, 100, 0.0, 0.9, 0.2, 0.3, 20),
     Counterexample("200 dimensions, sigma_DP = 1 (erratum D)", 200, 1, 1.0, 0.5, 0.2, 0.2, 60),
@@ -103,10 +105,13 @@ def settings(effort: Effort, form: Form) -> tuple[list[Comparison], list[float]]
     rng = effort.rng()
     rows, gains = [], []
 
-    def compare(name: str, problem: Problem, x0: Floats, q: float, p: float, public: dict, **how: Any) -> None:
+    def compare(
+        name: str, problem: Problem, x0: Floats, q: float, p: float, public: dict[str, Any], **how: Any
+    ) -> None:
         gamma, steps, beta = how["gamma"], how["steps"], how.get("beta")
         run = simulate(problem, step_size=gamma, p=p, steps=steps, x0=x0, seed=rng, record=[], **public)
-        a, public = problem.assumptions(x0, q), {**public, "dim": problem.dim}
+        a = problem.assumptions(x0, q)
+        public = {**public, "dim": problem.dim}
         limit = theory.bound_private(a, gamma, p, beta, steps=steps, form=form, **public)
         rows.append(Comparison.of(name, run, limit))
         if gamma < theory.max_step_private(a, p, form="corrected", **public):

@@ -58,7 +58,7 @@ class Problem(ABC):
 
     @abstractmethod
     def clip_moments(self, x: Floats, tau: float | Floats) -> ClipMoments:
-        """Exact moments of a per-example gradient at x clipped at tau."""
+        """Moments of a per-example gradient at x clipped at tau (see `ClipMoments` for how exact)."""
 
     @abstractmethod
     def sigma(self, q: float = 2.0) -> float:
