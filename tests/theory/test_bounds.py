@@ -413,7 +413,7 @@ def test_largest_private_step_is_the_boundary(a, p, public, beta_share, c_share)
     for constants in ({}, {"beta": beta}, {"beta": beta, "c": c_share * (p - beta / 2)}):
         limit = max_step_private(a, p, **constants, **public)
         assert bound_private(a, limit * (1 - 1e-6), p, **constants, steps=3, **public).total > 0
-        with pytest.raises(ValueError, match="must be (below|at most)"):
+        with pytest.raises(ValueError, match=r"must be (below|at most)"):
             bound_private(a, limit * (1 + 1e-6), p, **constants, steps=3, **public)
 
 
