@@ -96,12 +96,8 @@ class CompiledLoop:
         if not known:
             raise Unsuited(f"the compiled loop does not know {problem!r}")
         self.wells = isinstance(problem, NonConvex)
-        self.solver, self.law, self.table, self.table_box = (
-            THRESHOLD,
-            np.zeros(4),
-            np.zeros((4, 4)),
-            np.zeros(3),
-        )
+        self.solver, self.law = THRESHOLD, np.zeros(4)
+        self.table, self.table_box = np.zeros((4, 4)), np.zeros(3)
         self.tau = np.zeros(0)
         if run.kind == "threshold":
             return

@@ -24,7 +24,7 @@ class Reproduce:
     out: Path = Path("out/reproduce")
     """Where to write."""
     quick: bool = False
-    """Smaller experiments: about a minute instead of about ten."""
+    """Smaller experiments: about a minute instead of about five."""
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Id of a claim to run (repeat it, or separate ids by commas); all claims when left out."""
 

@@ -21,7 +21,6 @@ from qclip.schedules import values
 from qclip.theory.bounds import PerStep
 
 CHUNK_BYTES = 32 * 2**20
-RECORDED = ("grad_norm2", "loss", "tau", "unclipped", "mean_grad_norm2")
 SAME_NORM = 1e-9  # relative: an example whose norm is the threshold, up to rounding, counts as unclipped
 
 
@@ -44,10 +43,15 @@ class Trajectories:
     """The fraction of step t's batch that was not clipped; NaN for an empty (Poisson) batch."""
     mean_grad_norm2: Floats
     """The gamma-weighted mean of ``||grad f||^2`` over the steps before t: what the theorems bound."""
-    final: Floats
-    """The last x, [seeds, d]."""
+    x: Floats
+    """x_t, [records, seeds, d]."""
     loop: str
     """Which loop ran: "numpy" or "compiled"."""
+
+    @property
+    def final(self) -> Floats:
+        """The last x, [seeds, d]."""
+        return self.x[-1]
 
     def mean(self) -> float:
         """The gamma-weighted mean of ``||grad f||^2`` over the whole run, averaged over the seeds."""
@@ -135,24 +139,26 @@ def simulate(
     execute = _choose_loop(run, loop)
 
     state = State(start, np.zeros(seeds))
-    tables = {name: np.full((marks.size, seeds), np.nan) for name in RECORDED}
+    shape = (marks.size, seeds)
+    x, tau_t, unclipped, weighted = (np.full(s, np.nan) for s in ((*shape, problem.dim), shape, shape, shape))
     rng = np.random.default_rng(seed)
-    travelled = np.concatenate([[0.0], np.cumsum(run.gamma)])  # the sum of the step sizes before each step
     for first, draws in _chunks(run, seeds, rng):
         size = draws.counts.shape[0]
         inside = (marks >= first) & (marks < first + size)
-        offsets = marks[inside] - first
         with np.errstate(over="ignore", invalid="ignore"):  # a run that diverges is reported in words, below
-            xs, thresholds, unclipped, weighted = execute(run, state, draws, first, offsets)
+            recorded = execute(run, state, draws, first, marks[inside] - first)
         _check_finite(state, first + size)
-        _write(tables, inside, problem, xs, weighted, travelled[marks[inside]])
-        tables["tau"][inside], tables["unclipped"][inside] = thresholds, unclipped
+        x[inside], tau_t[inside], unclipped[inside], weighted[inside] = recorded
         if progress is not None:
             progress(first + size)
-    last = np.arange(marks.size) == marks.size - 1
-    _write(tables, last, problem, state.x[None], state.weighted[None], travelled[-1:])
+    x[-1], weighted[-1] = state.x, state.weighted
+
+    grad_norm2 = (problem.grad(x) ** 2).sum(-1)
+    travelled = np.concatenate([[0.0], np.cumsum(run.gamma)])[marks, None]  # the sum of the step sizes before each
+    # Before the first step the mean is of nothing: the value there stands in.
+    mean = np.where(travelled > 0, weighted / np.maximum(travelled, 1e-300), grad_norm2)
     used = "numpy" if execute is _numpy_loop else "compiled"
-    return Trajectories(marks, **tables, final=state.x, loop=used)
+    return Trajectories(marks, grad_norm2, problem.loss(x), tau_t, unclipped, mean, x, used)
 
 
 def _check_finite(state: State, step: int) -> None:
@@ -161,22 +167,6 @@ def _check_finite(state: State, step: int) -> None:
         bad = int(lost.sum())
         remedy = "lower the step size (theory.max_step says how far)"
         raise check.refuse("x", f"not finite in {bad} of {len(state.x)} seeds by step {step}", "finite", remedy)
-
-
-def _write(
-    tables: dict[str, Floats],
-    rows: np.ndarray,
-    problem: Problem,
-    xs: Floats,
-    weighted: Floats,
-    length: Floats,
-) -> None:
-    square = (problem.grad(xs) ** 2).sum(-1)
-    tables["grad_norm2"][rows], tables["loss"][rows] = square, problem.loss(xs)
-    # Before the first step the mean is of nothing: the value there stands in.
-    tables["mean_grad_norm2"][rows] = np.where(
-        length[:, None] > 0, weighted / np.maximum(length, 1e-300)[:, None], square
-    )
 
 
 def _resolve(

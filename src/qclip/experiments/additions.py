@@ -5,6 +5,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from scipy.optimize import minimize
 
 from qclip import theory
@@ -12,6 +13,7 @@ from qclip.experiments.bounded import Comparison, against_bound, probes
 from qclip.experiments.claim import Effort, Outcome, claim
 from qclip.experiments.suite import Case, cases
 from qclip.problems import Gaussian, HeavyTailedQuadratic
+from qclip.report.style import label, new_figure
 from qclip.simulate import simulate
 from qclip.theory import Form
 
@@ -94,9 +96,7 @@ def certificate(effort: Effort) -> Outcome:
     gammas, measured, certified, sharp, corrected = np.array(rows).T
     example = rows[2]  # at the planned step size
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
+    def draw() -> Figure:
         figure, (ax,) = new_figure()
         lines = {"corrected bound": corrected, "sharp bound": sharp, "certificate": certified, "measured": measured}
         for name, values in lines.items():
@@ -141,9 +141,7 @@ def group_noise_allocation(effort: Effort) -> Outcome:
     excess = [float(np.median(other / optimal)) for other in (equal, proportional)]
     never_less = all((other >= optimal * (1 - 1e-9)).all() for other in (equal, proportional))
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
+    def draw() -> Figure:
         figure, (ax,) = new_figure()
         order = np.argsort(equal / optimal)
         ax.plot((equal / optimal)[order], "o", markersize=3.5, label="equal noise in all groups")

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from qclip._validate import Floats
 from qclip.experiments.claim import Outcome
 from qclip.problems import Gaussian, HeavyTailedQuadratic, Problem, TwoPoint
+from qclip.report.style import label, new_figure
 from qclip.simulate import Trajectories
 from qclip.theory import Bound
 
@@ -66,9 +68,7 @@ def against_bound(rows: list[Comparison], what: str) -> Outcome:
     control = {term: max(row.measured / (row.bound.total - getattr(row.bound, term)) for row in rows) for term in TERMS}
     names = list(dict.fromkeys(row.problem for row in rows))
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
+    def draw() -> Figure:
         figure, (ax,) = new_figure(height=3.6)
         for index, name in enumerate(names):
             ratios = [row.measured / row.bound.total for row in rows if row.problem == name]

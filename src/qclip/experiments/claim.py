@@ -3,12 +3,12 @@
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
+from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from qclip.report.style import label, new_figure
 
 Verdict = Literal["holds", "fails", "erratum"]
 
@@ -40,7 +40,7 @@ class Outcome:
     repaired: bool | None = None
     error: str = ""
     values: dict[str, float] = field(default_factory=dict)
-    draw: "Callable[[], Figure] | None" = None
+    draw: Callable[[], Figure] | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -94,10 +94,8 @@ def fit_slope(x: np.ndarray, samples: np.ndarray, rng: np.random.Generator, *, r
     return Slope(float(solve @ np.log(samples.mean(1))), float(low), float(high))
 
 
-def bars(values: dict[str, float], axis: str, title: str = "", *, log: bool = False) -> "Figure":
+def bars(values: dict[str, float], axis: str, title: str = "", *, log: bool = False) -> Figure:
     """A few numbers, side by side."""
-    from qclip.report.style import label, new_figure
-
     figure, (ax,) = new_figure(height=1.2 + 0.4 * len(values))
     ax.barh(list(values), list(values.values()), color="#2563a8", height=0.55)
     ax.invert_yaxis()

@@ -3,10 +3,12 @@
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from qclip import theory
 from qclip.experiments.claim import Effort, Outcome, claim, fit_slope
 from qclip.problems import HeavyTailedQuadratic, Pareto, ShiftedQuadratic
+from qclip.report.style import label, new_figure
 from qclip.simulate import simulate
 
 
@@ -29,9 +31,7 @@ def fixed_clip_fixed_point(effort: Effort) -> Outcome:
         rows.append((problem.fixed_point(tau), float(run.final.mean()), float(error)))
     deviations = [abs(found - exact) / error for exact, found, error in rows]
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
+    def draw() -> Figure:
         figure, (ax,) = new_figure()
         exact, found, error = np.array(rows).T
         ax.errorbar(exact, found - exact, 4.5 * error, fmt="o", markersize=4)
@@ -74,9 +74,7 @@ def fixed_clip_growing_threshold(effort: Effort) -> Outcome:
     curves = {lam: values.mean(1) for lam, values in means.items()}
     left = {lam: float(curve[-1] / curve[0]) for lam, curve in curves.items()}
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
+    def draw() -> Figure:
         figure, (ax,) = new_figure()
         for lam, curve in curves.items():
             ax.loglog(lengths, curve, "o-", markersize=3, label=f"λ = {lam:g}: exponent {slopes[lam].value:.2f}")
@@ -113,9 +111,7 @@ def fixed_clip_lambda(effort: Effort) -> Outcome:  # noqa: ARG001  (exact: the s
     inside = exponents[lambdas < 0.25]
     beyond = exponents[lambdas >= 0.25]
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
+    def draw() -> Figure:
         figure, (ax,) = new_figure()
         ax.plot(lambdas, exponents, "o-", markersize=4, label="exponent of the bound")
         ax.axvspan(0, 0.25, color="#d9822b", alpha=0.12, label="the printed interval")
@@ -160,9 +156,7 @@ def fixed_clip_vs_quantile(effort: Effort) -> Outcome:
     relative = {name: np.array([final(float(scale), **how) for scale in scales]) for name, how in methods.items()}
     quantile, threshold, plain = relative.values()
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
+    def draw() -> Figure:
         figure, (ax,) = new_figure()
         for name, values in relative.items():
             ax.loglog(scales, values, "o-", markersize=4, label=name)

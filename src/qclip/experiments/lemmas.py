@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import numpy as np
+from matplotlib.figure import Figure
 from scipy import integrate
 
 from qclip import theory
@@ -10,6 +11,8 @@ from qclip._validate import Floats
 from qclip.experiments.claim import Effort, Outcome, bars, claim
 from qclip.experiments.suite import Case, cases, points
 from qclip.problems import Bernoulli, HeavyTailedQuadratic, Logistic, Problem
+from qclip.report.style import label, new_figure
+from qclip.simulate import simulate
 from qclip.theory import Assumptions
 
 FRACTIONS = np.geomspace(0.01, 0.95, 25)  # h = 1 - p
@@ -62,9 +65,7 @@ def _lemma1(effort: Effort, ratio: Ratio, extremal: Callable[[float], float], si
     edge = np.array([extremal(h) for h in FRACTIONS])
     worst = max(curve.max() for curve in curves.values())
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
+    def draw() -> Figure:
         figure, (ax,) = new_figure(width=7.6)
         for name, curve in curves.items():
             ax.semilogx(FRACTIONS, curve, label=name, linewidth=1.2)
@@ -110,7 +111,11 @@ def lemma2_recursion(effort: Effort) -> Outcome:
             continue
         for p, beta in ((0.5, 0.4), (0.9, 0.6)):
             gamma = 0.1 / problem.L
-            states = _path(problem, case.x0, gamma, p, effort.pick(15, 150), rng)
+            steps = effort.pick(15, 150)
+            run = simulate(
+                problem, step_size=gamma, p=p, steps=steps, x0=case.x0, seeds=1, record=range(steps), seed=rng
+            )
+            states = run.x[:-1, 0]
             change = _expected_change(problem, states, p, gamma)
             factors = problem.clip_moments(states, problem.quantile(states, p)).mean_factor
             norms = np.linalg.norm(problem.grad(states), axis=-1)
@@ -122,9 +127,7 @@ def lemma2_recursion(effort: Effort) -> Outcome:
     actual, limit = np.array(points).T
     excess = float((actual - limit).max())
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
+    def draw() -> Figure:
         figure, (ax,) = new_figure()
         ax.plot(limit, actual, ".", markersize=3)
         ax.plot([actual.min(), limit.max()], [actual.min(), limit.max()], "k-", linewidth=0.8)
@@ -141,16 +144,6 @@ def lemma2_recursion(effort: Effort) -> Outcome:
         values={"largest_excess": excess, "steps_checked": float(len(points))},
         draw=draw,
     )
-
-
-def _path(problem: Problem, x0: Floats, gamma: float, p: float, steps: int, rng: np.random.Generator) -> Floats:
-    """The states of one run, [steps, d]."""
-    x, states = np.asarray(x0, dtype=float), []
-    for _ in range(steps):
-        states.append(x)
-        g = problem.sample_gradients(x, 1, rng)[0]
-        x = x - gamma * min(1.0, float(problem.quantile(x, p)) / max(np.linalg.norm(g), 1e-300)) * g
-    return np.stack(states)
 
 
 def _expected_change(problem: Problem, x: Floats, p: float, gamma: float) -> Floats:

@@ -1,49 +1,13 @@
 """What the private extension says and leaves out: the noise's scale, its growth with T, and the exact quantile."""
 
 import numpy as np
-from scipy.optimize import minimize_scalar
+from matplotlib.figure import Figure
 
 from qclip import theory
 from qclip.experiments.claim import Effort, Outcome, bars, claim
 from qclip.problems import Gaussian, HeavyTailedQuadratic
+from qclip.report.style import label, new_figure
 from qclip.simulate import simulate
-from qclip.theory import Assumptions
-
-
-@claim("term2-direction", "More aggressive clipping (a smaller p) increases term 2", "after Corollary 1; erratum F")
-def term2_direction(effort: Effort) -> Outcome:
-    """Term 2 against p, and the clipped fraction at which terms 2 and 3 together are least."""
-    a = Assumptions(L=1, sigma=1, q=1.5, gap=1)
-    gamma, beta = 0.002, 0.3
-    p = np.linspace(0.3, 0.99, effort.pick(200, 2000))
-    rows = [theory.bound(a, gamma, float(v), beta, steps=1000, form="printed") for v in p]
-    term2, term3 = (np.array([getattr(row, name) * row.c for row in rows]) for name in ("variance", "bias"))
-    h_star = np.sqrt(2 * gamma * a.L * beta / (a.q - 1))
-    found = minimize_scalar(
-        lambda h: 2 * gamma * a.L * h ** (-2 / a.q) + h ** (2 - 2 / a.q) / beta, bounds=(1e-4, 0.9), method="bounded"
-    ).x
-
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
-        figure, (ax,) = new_figure()
-        ax.plot(p, term2, label="term 2")
-        ax.plot(p, term3, label="term 3")
-        ax.plot(p, term2 + term3, label="terms 2 + 3")
-        ax.axvline(1 - h_star, color="k", linestyle="--", linewidth=0.8, label="1 - h*")
-        label(ax, "quantile p", "", f"γ = {gamma}, β = {beta}, q = {a.q}")
-        return figure
-
-    rising = bool((np.diff(term2) > 0).all())
-    return Outcome(
-        expected="term 2 falls as p rises",
-        measured=f"term 2 rises with p: {rising}; terms 2 + 3 least at h = {found:.4f}, formula {h_star:.4f}",
-        printed=bool((np.diff(term2) < 0).all()),
-        repaired=bool(rising and abs(found - h_star) < 1e-3),
-        error="scalar minimisation; 1e-3 allowed",
-        values={"h_star": float(h_star), "h_found": float(found)},
-        draw=draw,
-    )
 
 
 @claim(
@@ -80,9 +44,7 @@ def noise_floor(effort: Effort) -> Outcome:
 
     late = [exponent(row) for row in (*bounds, *measured)]
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
+    def draw() -> Figure:
         figure, (ax,) = new_figure()
         for row, N in enumerate(sizes):
             (line,) = ax.loglog(lengths, bounds[row], "o-", markersize=3, label=f"best bound, N = {N:g}")

@@ -10,11 +10,13 @@ predicted exponent, and none of the three more slowly.
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from qclip import schedules, theory
 from qclip._validate import Floats
 from qclip.experiments.claim import Effort, Outcome, Slope, claim, fit_slope
 from qclip.problems import Gaussian, HeavyTailedQuadratic, Pareto, TwoPoint
+from qclip.report.style import label, new_figure
 from qclip.simulate import simulate
 from qclip.theory import Assumptions, Form
 
@@ -103,9 +105,7 @@ def _rate(q: float, effort: Effort) -> Outcome:
     rate = theory.rates(q, "printed").rate
     m = measure(q, "printed", "printed", effort)
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import new_figure
-
+    def draw() -> Figure:
         figure, (ax,) = new_figure()
         _draw_measured(ax, m, rate, f"the paper's exponents, q = {q:g}")
         return figure
@@ -127,8 +127,6 @@ def _decades(m: Measured) -> int:
 
 
 def _draw_measured(ax, m: Measured, rate: float, title: str) -> None:
-    from qclip.report.style import label
-
     for name, means in m.means.items():
         ax.loglog(m.lengths, means, "o-", markersize=2.5, linewidth=1, label=f"hard for {name}")
     guide = m.worst[-1] * (m.lengths / m.lengths[-1]) ** -rate
@@ -153,9 +151,7 @@ def _sharp_rate(q: float, effort: Effort) -> Outcome:
     sharp, printed = measure(q, "sharp", "sharp", effort), measure(q, "printed", "printed", effort)
     crossed = measure(q, "sharp", "printed", effort)  # the sharp step sizes alone must not be enough
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import new_figure
-
+    def draw() -> Figure:
         figure, (left, right) = new_figure(2, width=9)
         _draw_measured(left, printed, theory.rates(q, "printed").rate, f"the paper's, q = {q:g}")
         _draw_measured(right, sharp, rate, f"sharp, q = {q:g}")
@@ -223,9 +219,7 @@ def schedule_removes_bias(effort: Effort) -> Outcome:
         last = run.steps >= steps // 30
         late[key] = fit_slope(run.steps[last], run.grad_norm2[last], effort.rng())
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
+    def draw() -> Figure:
         figure, axes = new_figure(2, width=8.5)
         for ax, name in zip(axes, problems, strict=True):
             for how in ("fixed p", "scheduled p"):
@@ -271,9 +265,7 @@ def log_factor(effort: Effort) -> Outcome:
     ]
     growth = [float(np.polyfit(np.log(lengths), np.array(v) / v[0], 1)[0]) for v in (varying, constant)]
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
+    def draw() -> Figure:
         figure, (ax,) = new_figure()
         ax.semilogx(lengths, varying, "o-", markersize=3, label="γ_t, p_t varying with t")
         ax.semilogx(lengths, constant, "o-", markersize=3, label="γ, p constant, tuned to T")

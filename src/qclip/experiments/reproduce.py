@@ -32,7 +32,7 @@ CLAIMS: tuple[Claim, ...] = (
     theorem1.theorem1_varying,
     theorem1.corollary_bias_floor,
     theorem1.corollary_beta_tradeoff,
-    privacy.term2_direction,
+    theorem1.term2_direction,
     rates.schedule_rate_q2,
     rates.schedule_rate_q15,
     rates.schedule_removes_bias,

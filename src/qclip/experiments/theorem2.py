@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from qclip import theory
 from qclip._validate import Floats
@@ -11,6 +12,7 @@ from qclip.experiments.bounded import Comparison, against_bound, probes
 from qclip.experiments.claim import Effort, Outcome, claim
 from qclip.experiments.suite import cases
 from qclip.problems import Gaussian, HeavyTailedQuadratic, Problem
+from qclip.report.style import CYCLE, label, new_figure
 from qclip.simulate import simulate
 from qclip.theory import FORMS, Form
 
@@ -70,9 +72,7 @@ def theorem2_printed(effort: Effort) -> Outcome:
     broken = [found["measured, printed"] > found["bound, printed"] for found in results.values()]
     repaired = all(found["measured, corrected"] <= found["bound, corrected"] for found in results.values())
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
+    def draw() -> Figure:
         figure, axes = new_figure(2, width=9)
         for ax, (name, found) in zip(axes, results.items(), strict=True):
             for run, form in zip(paths[name], ("printed", "corrected"), strict=True):
@@ -153,9 +153,7 @@ def sharp_theorem(effort: Effort) -> Outcome:
     p = np.linspace(0.3, 0.999, 300)
     curves = {form: [theory.bound(a, 0.01, float(v), steps=10_000, form=form).total for v in p] for form in FORMS}
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import CYCLE, label, new_figure
-
+    def draw() -> Figure:
         figure, (left, right) = new_figure(2, width=9.5)
         for index, name in enumerate(dict.fromkeys(row.problem for row in rows)):
             chosen = [row for row in rows if row.problem == name]

@@ -1,10 +1,12 @@
 """Example 1: where QC-SGD goes on the two-point problem."""
 
 import numpy as np
+from matplotlib.figure import Figure
 from scipy.optimize import root_scalar
 
 from qclip.experiments.claim import Effort, Outcome, claim
 from qclip.problems import TwoPoint
+from qclip.report.style import label, new_figure
 from qclip.simulate import simulate
 
 PROBLEM = TwoPoint(r=2, omega=0.7)
@@ -36,9 +38,7 @@ def two_point_printed(effort: Effort) -> Outcome:  # noqa: ARG001  (exact: the s
     )
 
 
-def _draw_steps():  # noqa: ANN202
-    from qclip.report.style import label, new_figure
-
+def _draw_steps() -> Figure:
     figure, (ax,) = new_figure()
     x = np.linspace(-3, 1, 801)
     for p in (0.3, 0.5, 0.9):
@@ -73,9 +73,7 @@ def two_point_actual(effort: Effort) -> Outcome:
     floor = float(PROBLEM.grad(np.array([ended]))[0] ** 2)
     tight = PROBLEM.sigma(2) ** 2 * (1 - PROBLEM.omega) / PROBLEM.omega
 
-    def draw():  # noqa: ANN202
-        from qclip.report.style import label, new_figure
-
+    def draw() -> Figure:
         figure, (ax,) = new_figure()
         for start, marker in ((-0.5, "o"), (1.0, "s")):
             chosen = [row for row in rows if row[1] == start]

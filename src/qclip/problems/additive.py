@@ -124,18 +124,14 @@ class ShiftedQuadratic(HeavyTailedQuadratic):
     def fixed_point(self, tau: float) -> float:
         """Where SGD clipped at a constant tau stands still on average.
 
-        The clipped mean rises with x, so the first of these that is consistent is its only root: nothing clipped; the
-        jumped gradient clipped; the other one clipped; both clipped (then any point between, where they cancel).
+        If the minimiser clips nothing it is the root. Otherwise the larger gradient there, the rarer one, is clipped to
+        tau, and the other one, unclipped, balances it; the clipped mean rises with x, so there is no other root.
         """
         w, tau = self.probability, check.positive("tau", tau, "a threshold is positive")
-        unclipped, jumped, other = -w * self.jump, -w * tau / (1 - w), (1 - w) * tau / w - self.jump
-        if max(-unclipped, unclipped + self.jump) <= tau:
-            return unclipped
-        if w <= 0.5 and jumped + self.jump >= tau:
-            return jumped
-        if w >= 0.5 and other <= -tau:
-            return other
-        raise AssertionError((w, tau, self.jump))  # the cases above cover every tau
+        minimiser = -w * self.jump
+        if max(-minimiser, minimiser + self.jump) <= tau:
+            return minimiser
+        return -w * tau / (1 - w) if w <= 0.5 else (1 - w) * tau / w - self.jump
 
 
 class TwoPoint(HeavyTailedQuadratic):

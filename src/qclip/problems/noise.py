@@ -35,16 +35,6 @@ class ClipMoments:
     mean: Floats
     second_moment: Floats
 
-    @classmethod
-    def zero(cls, g: Floats) -> "ClipMoments":
-        """Moments of nothing, to add others to."""
-        return cls(np.zeros(g.shape[:-1]), np.zeros(g.shape), np.zeros(g.shape[:-1]))
-
-    def __add__(self, other: "ClipMoments") -> "ClipMoments":
-        return ClipMoments(
-            self.mean_factor + other.mean_factor, self.mean + other.mean, self.second_moment + other.second_moment
-        )
-
 
 class Noise(Protocol):
     """A zero-mean law of gradient noise."""
@@ -221,13 +211,14 @@ class Pareto:
         rest = np.sqrt((g[..., 1:] ** 2).sum(-1))
         tau = np.broadcast_to(np.asarray(tau, dtype=np.float64), rest.shape)
         reach = np.sqrt(np.maximum((tau - rest) * (tau + rest), 0))[..., None] * np.array([-1.0, 1.0])
-        total = ClipMoments.zero(g)
-        for sign in (1.0,) if self.one_sided else (1.0, -1.0):
+        signs = (1.0,) if self.one_sided else (1.0, -1.0)
+        draws, weights = [], []
+        for sign in signs:
             cuts = sign * (reach - g[..., :1] + self.shift)  # sizes at which the norm is tau
-            level, weights = _cut_levels((self.scale / np.maximum(cuts, self.scale)) ** self.tail)
-            xi = sign * self.scale * level ** (-1 / self.tail) - self.shift
-            total = total + _axis_clip_moments(g, tau, xi, weights if self.one_sided else weights / 2)
-        return total
+            level, weight = _cut_levels((self.scale / np.maximum(cuts, self.scale)) ** self.tail)
+            draws.append(sign * self.scale * level ** (-1 / self.tail) - self.shift)
+            weights.append(weight / len(signs))
+        return _axis_clip_moments(g, tau, np.concatenate(draws, axis=-1), np.concatenate(weights, axis=-1))
 
 
 @dataclass(frozen=True)
@@ -285,13 +276,19 @@ def _bisect(enough: Callable[[Floats], Floats], low: Floats, high: Floats) -> Fl
     return high
 
 
+@lru_cache
+def _unit_interval() -> tuple[Floats, Floats]:
+    """Nodes and weights on (0, 1)."""
+    x, w = special.roots_legendre(48)
+    return (x + 1) / 2, w / 2
+
+
 def _cut_levels(cuts: Floats) -> tuple[Floats, Floats]:
     """Nodes and weights on (0, 1), [..., n], for functions that are smooth between the ``cuts`` [..., 2].
 
     The nodes crowd at both ends as ``y^4`` does, because radii as functions of their level are singular there.
     """
-    x, w = special.roots_legendre(48)
-    x, w = (x + 1) / 2, w / 2
+    x, w = _unit_interval()
     cuts = np.sort(np.clip(cuts, 0, 1), axis=-1)
     near, far = cuts**0.25, (1 - cuts) ** 0.25
     ends = np.concatenate([np.zeros_like(cuts[..., :1]), near / (near + far), np.ones_like(cuts[..., :1])], axis=-1)

@@ -75,6 +75,12 @@ class TheoremForm:
         """What is left of the descent at each step."""
         return self.weight * (p - beta / 2 - gamma_L * (self.drag + self.curvature * p * (p - beta)))
 
+    def largest_step(self, p: Floats, beta: float = 0.0, c: float = 0.0) -> Floats:
+        """The largest gamma L whose contraction is at least c."""
+        drag = self.drag + self.curvature * p * (p - beta)
+        with np.errstate(divide="ignore"):  # without drag only the cap is left
+            return np.minimum(self.step_cap, (p - beta / 2 - c / self.weight) / drag)
+
 
 def _theorem1(a: Assumptions) -> TheoremForm:
     return TheoremForm(2, 1, 0, np.inf, lambda _, h: h ** (-2 / a.q))
@@ -214,9 +220,7 @@ def _max_step(rule: TheoremForm, a: Assumptions, p: float, beta: float | None, c
     p = check.quantile("p", p)
     beta, c = beta or 0.0, c or 0.0
     _check_constants(rule, p, beta, c)
-    room = p - beta / 2 - c / rule.weight
-    drag = rule.drag + rule.curvature * p * (p - beta)
-    return min(rule.step_cap, room / drag if drag > 0 else np.inf) / a.L
+    return float(rule.largest_step(np.asarray(p), beta, c)) / a.L
 
 
 def _check_constants(rule: TheoremForm, p: float, beta: float, c: float) -> None:

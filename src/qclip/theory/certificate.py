@@ -45,21 +45,9 @@ def certificate(
     steps, groups = tau.shape
     gamma = check.sequence("gammas", gammas, low=0, high=np.inf, remedy="a step size is positive")
     dims = check.sequence("dim", dim, low=0, high=np.inf, remedy="count the parameters (of each group)", whole=True)
-    if gamma.size not in (1, steps) or fraction.shape != tau.shape or dims.size != groups:
-        shapes = f"gammas {gamma.shape}, taus {tau.shape}, clipped_fractions {fraction.shape}, dim {dims.shape}"
-        raise check.refuse(
-            "shapes", shapes, "one row per step and one column per group", "record all of them each step"
-        )
-    usable = (tau > 0) & np.isfinite(tau)
-    if not usable.all():
-        raise check.refuse("taus", float(tau[~usable][0]), "finite and > 0 at every step", "check what was recorded")
-    if not np.isfinite(fraction).all():
-        raise check.refuse("clipped_fractions", "NaN or infinite", "finite", "check what was recorded")
-    gamma = np.broadcast_to(gamma, steps)
     exact = not np.any(np.asarray(fraction_std))
-    if exact and not ((fraction >= 0) & (fraction <= 1)).all():
-        worst = float(fraction.flat[np.argmax(np.abs(fraction - 0.5))])
-        raise check.refuse("clipped_fractions", worst, "in [0, 1]", "give fraction_std if they are noisy")
+    _check_record(gamma, tau, fraction, dims, exact=exact)
+    gamma = np.broadcast_to(gamma, steps)
     B = check.positive("batch_size", batch_size, "it is the expected number of examples a step")
     z = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
 
@@ -84,6 +72,24 @@ def certificate(
     variance = a.L / 2 * float(gamma**2 @ power_t / gamma.sum())
     bias = a.sigma**2 * mean_clipped ** (2 - 2 / a.q) / 2
     return divide(rule, worst, p, optimisation, variance, bias, beta)
+
+
+def _check_record(gamma: Floats, tau: Floats, fraction: Floats, dims: Floats, *, exact: bool) -> None:
+    """Refuse a record whose parts do not fit together or cannot be."""
+    steps, groups = tau.shape
+    if gamma.size not in (1, steps) or fraction.shape != tau.shape or dims.size != groups:
+        shapes = f"gammas {gamma.shape}, taus {tau.shape}, clipped_fractions {fraction.shape}, dim {dims.shape}"
+        raise check.refuse(
+            "shapes", shapes, "one row per step and one column per group", "record all of them each step"
+        )
+    usable = (tau > 0) & np.isfinite(tau)
+    if not usable.all():
+        raise check.refuse("taus", float(tau[~usable][0]), "finite and > 0 at every step", "check what was recorded")
+    if not np.isfinite(fraction).all():
+        raise check.refuse("clipped_fractions", "NaN or infinite", "finite", "check what was recorded")
+    if exact and not ((fraction >= 0) & (fraction <= 1)).all():
+        worst = float(fraction.flat[np.argmax(np.abs(fraction - 0.5))])
+        raise check.refuse("clipped_fractions", worst, "in [0, 1]", "give fraction_std if they are noisy")
 
 
 def _matrix(name: str, values: ArrayLike) -> Floats:

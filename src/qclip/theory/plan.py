@@ -202,8 +202,7 @@ def _plan_steps(a: Assumptions, steps: int, noise_multiplier: float, privacy: Pr
 
     def total(share: Floats, h: Floats) -> Floats:
         # The step size as a share of the largest one, so that the search box does not depend on h.
-        limit = np.minimum(rule.step_cap, (1 - h) / (rule.drag + rule.curvature * (1 - h) ** 2))
-        return constant_total(rule, a, share * limit, h, steps)
+        return constant_total(rule, a, share * rule.largest_step(1 - h), h, steps)
 
     share, h = _minimise(total, (1e-9, 1 - 1e-9), (_least_clipped(steps, public["batch_size"]), 1 - 1e-6))
     limit = max_step_private(a, 1 - h, noise_multiplier=noise_multiplier, **public)
@@ -220,17 +219,13 @@ def _least_clipped(steps: int, batch_size: float) -> float:
 
 
 def constant_total(rule: TheoremForm, a: Assumptions, gamma_L: Floats, h: Floats, steps: float) -> Floats:
-    """The bound at constant parameters and the best beta, over arrays; infinite where the theorem is silent."""
+    """The sharp bound at constant parameters and the best beta, over arrays; infinite where the theorem is silent."""
+    p = 1 - h
     fixed = a.gap * a.L / (gamma_L * steps) + a.sigma**2 * gamma_L * rule.variance(h, h)
-    bias = a.sigma**2 / 2 * h ** (2 - 2 / a.q)
-    return _optimise_beta(rule, gamma_L, 1 - h, rule.weight * fixed, rule.weight * bias)
-
-
-def _optimise_beta(rule: TheoremForm, gamma_L: Floats, p: Floats, fixed: Floats, bias: Floats) -> Floats:
-    at_zero, slope = contraction_line(rule, gamma_L, p)
     # Without a bias any beta serves, the smaller the better; one that is never 0 keeps the quotients finite.
-    bias = np.maximum(bias, 1e-300)
-    beta = best_beta_constant(np.maximum(at_zero, 1e-300), slope, fixed, bias, p if rule.curvature else 1.0)
+    bias = np.maximum(a.sigma**2 / 2 * h ** (2 - 2 / a.q), 1e-300)
+    at_zero, slope = contraction_line(rule, gamma_L, p)
+    beta = best_beta_constant(np.maximum(at_zero, 1e-300), slope, fixed, bias, p)
     left = at_zero - slope * beta
     return np.where((left > 0) & (gamma_L <= rule.step_cap), (fixed + bias / beta) / np.maximum(left, 1e-300), np.inf)
 
