@@ -110,3 +110,34 @@ def test_a_budget_below_what_delta_can_resolve_is_refused(monkeypatch):
         ValueError, match=r"epsilon = 0\.01 must be large enough to be met by some noise; raise epsilon"
     ):
         accounting.noise_multiplier(epsilon=0.01, delta=1e-5, sample_rate=0.1, steps=10)
+
+
+@pytest.mark.parametrize("share", [1e-6, 0.01, 0.5, 3.0])
+@pytest.mark.parametrize("z", [0.3, 1.0, 7.123, 1e4])
+def test_a_split_merges_to_the_whole_and_never_below(z, share):
+    gradient, counts = accounting.split(z, share)
+    assert z <= accounting.merge(gradient, counts) <= z * (1 + 1e-12)
+    assert gradient == pytest.approx(z * (1 + share))
+
+
+def test_one_percent_of_the_noise_is_the_figure_of_the_theory():
+    assert accounting.split(1.0, 0.01).counts == pytest.approx(7.12, abs=5e-3)
+
+
+def test_ends_of_a_split():
+    assert accounting.split(2.0, 0) == (2.0, math.inf)
+    assert accounting.split(0.0, 0.01) == (0.0, 0.0)
+    assert accounting.merge(2.0, math.inf) == 2.0
+    assert accounting.merge(0.0, 1.0) == 0.0
+    with pytest.raises(ValueError, match=r"share = -0.1 must be >= 0"):
+        accounting.split(1.0, -0.1)
+
+
+def test_merged_gaussians_cost_what_the_two_cost_together():
+    """Without sampling dp-accounting composes the two by itself."""
+    gradient, counts = accounting.split(2.0, 0.05)
+    accountant = pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    for z in (gradient, counts):
+        accountant.compose(dp_accounting.GaussianDpEvent(z))
+    merged = accounting.epsilon(noise_multiplier=2.0, sample_rate=1.0, steps=1, delta=1e-5)
+    assert merged == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)

@@ -1,4 +1,4 @@
-"""qclip: training at a quantile of the gradient norms (QC-SGD and DP-QC-SGD), with bounds that run.
+"""qclip: training at a quantile of the gradient norms (QC-SGD and DP-QC-SGD), privately or not, with bounds that run.
 
 The parts load when they are first used: ``import qclip`` is cheap, and `qclip.theory`, `qclip.accounting`,
 `qclip.schedules`, `qclip.problems` and `qclip.simulate` never import torch.
@@ -8,13 +8,42 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qclip import accounting, problems, schedules, simulate, theory
+    from qclip import accounting, engine, problems, schedules, simulate, theory
+    from qclip.engine import clipped_gradients, explain, register_rule
+    from qclip.private import PrivateTraining, make_private
+    from qclip.thresholds import Constant, PrivateQuantile
 
 __version__ = "0.1.0"
-__all__ = ["accounting", "problems", "schedules", "simulate", "theory"]
+__all__ = [
+    "Constant",
+    "PrivateQuantile",
+    "PrivateTraining",
+    "accounting",
+    "clipped_gradients",
+    "engine",
+    "explain",
+    "make_private",
+    "problems",
+    "register_rule",
+    "schedules",
+    "simulate",
+    "theory",
+]
+
+_HOMES = {
+    "Constant": "thresholds",
+    "PrivateQuantile": "thresholds",
+    "PrivateTraining": "private",
+    "clipped_gradients": "engine",
+    "explain": "engine",
+    "make_private": "private",
+    "register_rule": "engine",
+}
 
 
 def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"qclip.{_HOMES[name]}"), name)
     if name in __all__:
         return import_module(f"qclip.{name}")
     raise AttributeError(f"module 'qclip' has no attribute {name!r}")

@@ -1,0 +1,324 @@
+"""Capture: which functions consumed parameters in a forward pass, with what, and where their output gradients will be.
+
+A *site* is a call of a torch function that combines parameters with data. A *source* is what a site gets from
+parameters: a parameter itself, or a value made from parameters and constants alone (a slice, a transpose, a weight
+norm). Sites hold the gradient edge of their output, never the output: an in-place activation behind it would change
+the tensor, not the edge.
+
+Classifying a value as constant is about cost, never about truth: gradients of sources are exact for any value, and a
+call wrongly taken for a site fails the proof of ownership in `qclip.engine.checks`.
+"""
+
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from qclip.engine import rules
+from qclip.engine.refusal import Refusal
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A parameter, or a value made from parameters and constants alone."""
+
+    edge: GradientEdge
+    shape: torch.Size
+    dtype: torch.dtype
+    parameters: frozenset[str]
+    """The parameters it is made from."""
+    call: "Call | None" = None
+    """The call that made it; None for a parameter."""
+    parents: tuple["Source", ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a torch function, its tensors detached."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    sources: Mapping[int, Source]
+    """By the id of the detached tensor that stands for it in the arguments."""
+    versions: tuple[tuple[Tensor, int], ...]
+    """The tensors as they were at the call."""
+    fixed: frozenset[int]
+    """The ids of tensors that hold no examples: sources, frozen parameters, buffers and what is made from them."""
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the parameters it consumes."""
+        return sorted({name for source in self.sources.values() for name in source.parameters})
+
+    @property
+    def function_name(self) -> str:
+        """Such as ``torch.conv2d``."""
+        return resolve_name(self.function) or getattr(self.function, "__name__", repr(self.function))
+
+    def __str__(self) -> str:
+        return f"{self.function_name} with {', '.join(self.parameters)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """A differentiable output of a site."""
+
+    position: int
+    """Among the tensors that the function returned."""
+    edge: GradientEdge
+    """Its gradient has as many numbers as the output, not always the same shape."""
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A call that combines sources with data."""
+
+    call: Call
+    entry: rules.Entry | None
+    outputs: tuple[Output, ...]
+    data_nodes: tuple[frozenset[Node], ...]
+    """Where the gradient goes on to, for each differentiable data argument: any of its nodes."""
+    cast_to: torch.dtype | None
+    """What autocast made of the call's tensors; None without autocast."""
+    random_state: Tensor | None
+    """The generator's state before a call that may have to be run again."""
+    value: Tensor | None
+    """The first output as it was, where a check asked for it."""
+
+    @property
+    def parameters(self) -> list[str]:
+        """The names of the parameters it consumes."""
+        return self.call.parameters
+
+    def __str__(self) -> str:
+        return str(self.call)
+
+
+_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__imatmul__", "__ipow__"}
+
+
+def output_gradients(
+    losses: Tensor, weights: Tensor, sites: Sequence[Site], *, retain_graph: bool
+) -> list[list[Tensor | None]]:
+    """The gradient of the weighted losses at every output of every site; None where there is none."""
+    outputs = [output for site in sites for output in site.outputs]
+    if not outputs:
+        return []
+    edges = [output.edge for output in outputs]
+    grads = torch.autograd.grad([losses], edges, grad_outputs=[weights], retain_graph=retain_graph, allow_unused=True)
+    shaped = iter(
+        None if grad is None else grad.reshape(output.shape) for grad, output in zip(grads, outputs, strict=True)
+    )
+    return [[next(shaped) for _ in site.outputs] for site in sites]
+
+
+class Capture(TorchFunctionMode):
+    """Records the sites of what runs inside it."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        constants: Iterable[Tensor],
+        batch_size: int,
+        *,
+        keep_values: bool = False,
+    ) -> None:
+        super().__init__()
+        self.sites: list[Site] = []
+        self._batch_size = batch_size
+        self._keep_values = keep_values
+        self.parameters = parameters  # tensors are kept alive so that their ids stay theirs
+        self._sources = {
+            id(p): Source(get_gradient_edge(p), p.shape, p.dtype, frozenset([name])) for name, p in parameters.items()
+        }
+        self._alive: list[Tensor] = []
+        # Fixed: a frozen parameter or buffer, or made from one; such a tensor has no dimension of examples.
+        self._constants = {id(x): x for x in constants}
+        self._fixed = set(self._constants)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        function, kwargs = func, kwargs or {}
+        found = list(tensors(args)) + list(tensors(kwargs.values()))
+        if not any(id(x) in self._sources for x in found):
+            return self._note_constant(function(*args, **kwargs), found)
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        opened = rules.DECOMPOSITIONS.get(function) or (_opened(function) if rules.find(function) is None else None)
+        if opened is not None:
+            try:
+                with self:
+                    return opened(*args, **kwargs)
+            except NotImplementedError as error:
+                call = self._describe(function, args, kwargs)
+                raise Refusal(f"{call}: {error}") from error
+        return self._call(function, args, kwargs, found)
+
+    def _note_constant(self, result: Any, found: list[Tensor]) -> Any:
+        constant = all(id(x) in self._constants for x in found)
+        fixed = constant and any(id(x) in self._fixed for x in found)
+        for x in tensors((result,)):
+            if constant and not x.requires_grad:
+                self._constants[id(x)] = x
+                if fixed:
+                    self._fixed.add(id(x))
+            elif id(x) in self._constants:  # data was written into it
+                del self._constants[id(x)]
+                self._fixed.discard(id(x))
+        return result
+
+    def _call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: list[Tensor]
+    ) -> Any:
+        data = [x for x in found if id(x) not in self._sources and (x.requires_grad or id(x) not in self._constants)]
+        entry = rules.find(function)
+        # A call without a rule may have to be run again, so its randomness must be known.
+        random_state = None if entry is not None or not data else torch.get_rng_state()
+        nodes = tuple(frozenset({get_gradient_edge(x).node, _lasting_edge(x).node}) for x in data if x.requires_grad)
+        call = self._describe(function, args, kwargs)
+        result = function(*args, **kwargs)
+        results = list(tensors((result,)))
+        in_place = is_in_place(function)
+        passed_on = set() if in_place else {id(x) for x in found}  # such as x.contiguous() where it already was
+        old = set() if in_place else {id(x._base) for x in found if x._is_view()} | passed_on
+        outputs = tuple(
+            Output(k, _lasting_edge(x, old), x.shape, x.dtype)
+            for k, x in enumerate(results)
+            if x.requires_grad and id(x) not in passed_on
+        )
+        if not outputs:
+            return result if data else self._note_constant(result, [])
+        if not data and (entry is None or not self._spreads(call, outputs)):
+            self._derive(call, results)
+            return result
+        if entry is None and not _depends(outputs, call.sources.values(), nodes):
+            return result  # such as x.type_as(parameter)
+        first = results[outputs[0].position].detach()
+        cast_to = first.dtype if torch.is_autocast_enabled(first.device.type) else None
+        value = first.clone() if self._keep_values else None
+        self.sites.append(Site(call, entry, outputs, nodes, cast_to, random_state, value))
+        for x in results:  # data by now, whatever it was before
+            self._sources.pop(id(x), None)
+            self._constants.pop(id(x), None)
+        return result
+
+    def _describe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        sources: dict[int, Source] = {}
+        fixed: set[int] = set()
+        versions: list[tuple[Tensor, int]] = []
+        overwritten = args[0] if args and is_in_place(function) else None
+
+        def detach(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                source = self._sources.get(id(x))
+                plain = x.detach().clone() if x is overwritten else x.detach()
+                versions.append((plain, plain._version))
+                if source is not None:
+                    sources[id(plain)] = source
+                if source is not None or id(x) in self._fixed:
+                    fixed.add(id(plain))
+                return plain
+            if isinstance(x, (tuple, list)):
+                return type(x)(map(detach, x)) if type(x) in (tuple, list) else tuple(map(detach, x))
+            return x
+
+        args = tuple(map(detach, args))
+        kwargs = {key: detach(x) for key, x in kwargs.items()}
+        return Call(function, args, kwargs, sources, tuple(versions), frozenset(fixed))
+
+    def _derive(self, call: Call, results: list[Tensor]) -> None:
+        parents = tuple(dict.fromkeys(call.sources.values()))
+        names = frozenset(name for parent in parents for name in parent.parameters)
+        in_place = is_in_place(call.function)
+        for x in results:
+            if x.requires_grad and (in_place or id(x) not in self._sources):
+                self._sources[id(x)] = Source(get_gradient_edge(x), x.shape, x.dtype, names, call, parents)
+                self._alive.append(x)
+
+    def _spreads(self, call: Call, outputs: tuple[Output, ...]) -> bool:
+        """Whether a call without data gives its sources a row per example: by expanding, or from a constant with one."""
+        count, shape = self._batch_size, outputs[0].shape
+        if count == 1:
+            return False
+        others = [x for x, _ in call.versions if id(x) not in call.sources]
+        if others:  # a vector is rather one of positions than one of examples
+            constants = [x for x in others if id(x) not in call.fixed]
+            return shape[:1] == (count,) and any(x.dim() > 1 and x.shape[0] == count for x in constants)
+        brought = [source.shape for source in call.sources.values()]
+        return any(
+            shape[-k] == count and all(len(s) < k or s[-k] != count for s in brought) for k in range(1, len(shape) + 1)
+        )
+
+
+def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the values, lists and tuples opened."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from tensors(value)
+
+
+def is_in_place(function: Callable[..., Any]) -> bool:
+    """Whether the function overwrites its first argument."""
+    name = getattr(function, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+def _lasting_edge(x: Tensor, old: Collection[int] = ()) -> GradientEdge:
+    """The edge of a tensor's value now, such that writing into the tensor later does not take it out of the graph.
+
+    Writing into a view makes new nodes for the view and keeps those of its base, so a new view of all of its base is
+    known by the base. ``old`` holds the ids of bases that were there before and have a value of their own.
+    """
+    base = x._base if x._is_view() else None
+    whole = base is not None and id(base) not in old and base.numel() == x.numel()
+    if whole and base.requires_grad and x.is_contiguous() and base.is_contiguous():
+        return get_gradient_edge(base)
+    return get_gradient_edge(x)
+
+
+def _depends(outputs: Iterable[Output], sources: Iterable[Source], data_nodes: Iterable[frozenset[Node]]) -> bool:
+    """Whether the outputs' gradient reaches a source by another way than through the data."""
+    wanted = {source.edge.node for source in sources}
+    seen = set().union(*data_nodes)
+    ahead = [output.edge.node for output in outputs]
+    while ahead:
+        node = ahead.pop()
+        if node in wanted:
+            return True
+        if node not in seen:
+            seen.add(node)
+            ahead.extend(following for following, _ in node.next_functions if following is not None)
+    return False
+
+
+@cache
+def _opened(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A torch function written in Python, remade so that the calls inside it are seen one by one.
+
+    Such a function first asks whether a mode or subclass wants to handle it as a whole. This copy is told no.
+    """
+    if not isinstance(function, types.FunctionType) or function.__module__ != F.__name__ or function.__closure__:
+        return None
+    no = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
+    copy = types.FunctionType(
+        function.__code__, {**function.__globals__, **no}, function.__name__, function.__defaults__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _no(*_: Any) -> bool:
+    return False

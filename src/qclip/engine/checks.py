@@ -1,0 +1,178 @@
+"""Checks: everything that must be true before a gradient is used. Each refusal names what and says what to do."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from qclip.engine.capture import Site, is_in_place
+from qclip.engine.refusal import Refusal
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The plain module: a compiled one is unwrapped, other wrappers are refused."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        model = model._orig_mod
+    name = type(model).__name__
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or name.startswith("FSDP"):
+        raise Refusal(f"{name} synchronises raw gradients between processes; pass the module inside it (model.module)")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise Refusal(
+            f"{name}: a scripted module hides which parameters it uses where; pass the module it was scripted from"
+        )
+    return model
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters by name, in precisions that can be clipped exactly."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise Refusal("the model has no trainable parameters; set requires_grad=True on those to train")
+    for name, parameter in parameters.items():
+        if parameter.dtype == torch.float16:
+            raise Refusal(
+                f"parameter {name!r} is float16, whose range is too small for gradients without a loss scale; "
+                "use bfloat16 or float32, or autocast to bfloat16"
+            )
+        if parameter.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+            raise Refusal(
+                f"parameter {name!r} is {parameter.dtype}; real floating-point parameters are supported, not this"
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise Refusal(f"parameter {name!r} has no shape yet; run one batch through the model first")
+    return parameters
+
+
+@dataclass(frozen=True)
+class State:
+    """The parameters and buffers as they were before a forward pass."""
+
+    tensors: Mapping[str, tuple[Tensor, int]]
+
+    @staticmethod
+    def of(model: nn.Module) -> "State":
+        """Now."""
+        return State({name: (x, x._version) for name, x in named_tensors(model)})
+
+    def require_unmoved(self, model: nn.Module, allowed: Iterable[str]) -> None:
+        """Refuse a forward pass that changed a parameter or buffer, other than those declared data-independent."""
+        for name, x in named_tensors(model):
+            before = self.tensors.get(name)
+            if before is not None and before[0] is x and before[1] == x._version:
+                continue
+            if any(fnmatchcase(name, pattern) for pattern in allowed):
+                continue
+            owner = model.get_submodule(name.rpartition(".")[0])
+            raise Refusal(
+                f"{name!r} ({type(owner).__name__}) changed in the forward pass: that would release what the data did "
+                "to it without noise; use a layer without running statistics (GroupNorm, or eval() on this module; Embedding "
+                "without max_norm), "
+                f"or, if the change does not depend on the data, declare it with data_independent=[{name!r}]"
+            )
+
+
+def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Parameters and buffers."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def require_losses(losses: Any, batch_size: int) -> None:
+    """One loss per example, differentiable."""
+    if not isinstance(losses, Tensor):
+        raise Refusal(
+            f"the loss is a {type(losses).__name__}; it must be a tensor of {batch_size} losses, one per example"
+        )
+    if losses.shape != (batch_size,):
+        remedy = (
+            "use reduction='none'"
+            if losses.dim() == 0
+            else "reduce every dimension but the first, such as losses.flatten(1).mean(1)"
+        )
+        raise Refusal(
+            f"the loss has shape {list(losses.shape)}; it must be [{batch_size}], one value per example: {remedy}. "
+            "(The number of examples is the first dimension of the batch; pass mask= if that is not so.)"
+        )
+    if not losses.requires_grad:
+        raise Refusal(
+            "the loss does not depend on any trainable parameter; check detach(), no_grad() and requires_grad "
+            "in the model"
+        )
+    if losses.dtype == torch.float16:
+        raise Refusal(
+            "the losses are float16, whose range is too small for gradients without a loss scale; use bfloat16"
+        )
+
+
+def unseen_parameters(losses: Tensor, sites: Sequence[Site], parameters: Mapping[str, Tensor]) -> list[str]:
+    """The parameters that the loss depends on by a way that no site accounts for, by autograd's own graph."""
+    names = {get_gradient_edge(p).node: name for name, p in parameters.items()}
+    at_site = {output.edge.node: site for site in sites for output in site.outputs}
+    found: set[str] = set()
+    seen: set[Node] = set()
+    ahead = [get_gradient_edge(losses).node]
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in at_site:
+            beyond, strangers = _behind(node, at_site, names)
+            ahead.extend(beyond)
+            found |= strangers
+        elif node in names:
+            found.add(names[node])
+        else:
+            if node.name() == "CheckpointFunctionBackward":
+                raise Refusal(
+                    "activation checkpointing with use_reentrant=True hides its graph; pass use_reentrant=False"
+                )
+            ahead.extend(_following(node))
+    return [name for name in parameters if name in found]
+
+
+def _behind(node: Node, at_site: Mapping[Node, Site], names: Mapping[Node, str]) -> tuple[list[Node], set[str]]:
+    """Where the graph goes on behind a site, and the parameters in between that are not the site's."""
+    site = at_site[node]
+    own = {source.edge.node for source in site.call.sources.values()}
+    data = set().union(*site.data_nodes)
+    beyond: list[Node] = []
+    strangers: set[str] = set()
+    seen: set[Node] = set()
+    ahead = _following(node)
+    while ahead:
+        inner = ahead.pop()
+        if inner in seen or inner in own:
+            continue
+        seen.add(inner)
+        if inner in data or inner in at_site:
+            beyond.append(inner)
+        elif inner in names:
+            strangers.add(names[inner])
+        else:
+            ahead.extend(_following(inner))
+    if is_in_place(site.call.function) and not all(nodes & seen for nodes in site.data_nodes):
+        strangers.update(site.parameters)  # written into a part of a tensor: the graph was made anew around the site
+    return beyond, strangers
+
+
+def _following(node: Node) -> list[Node]:
+    return [following for following, _ in node.next_functions if following is not None]
+
+
+def require_unchanged_inputs(sites: Iterable[Site]) -> None:
+    """Refuse a tensor that was overwritten after a site read it."""
+    for site in sites:
+        for x, version in site.call.versions:
+            if x._version != version:
+                raise Refusal(
+                    f"an input of {site} was changed in place after it was used; replace the in-place operation on it "
+                    "(such as x += y) by one that makes a new tensor (x = x + y)"
+                )
+
+
+Evaluate = Callable[[Any], Tensor]

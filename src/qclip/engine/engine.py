@@ -1,0 +1,354 @@
+"""The eager driver: one forward pass, one backward pass to the sites, norms, clip factors, sums."""
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qclip.engine import batch as batches
+from qclip.engine import checks, fallback
+from qclip.engine.capture import Capture
+from qclip.engine.checks import Evaluate
+from qclip.engine.costs import CostModel
+from qclip.engine.forms import Dense, scale_examples
+from qclip.engine.groups import ClipNorm, GroupSpec, l2_bound, partition
+from qclip.engine.parts import Part, Parts, accumulator, collect, prepare, require_totals, squared_norms, weighted_sum
+from qclip.engine.plan import Plan, make_plan, perturbed, require_separate_losses, signature, surrogate_losses
+from qclip.engine.refusal import Refusal
+from qclip.engine.result import ClippedGradients
+from qclip.engine.watch import Watch, Watched
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """The model on its inputs: a dict is keyword arguments, a tuple or list positional ones, else the one argument."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    return model(inputs)
+
+
+class Engine:
+    """Exact clipped gradient sums of one model.
+
+    ``data_independent`` declares buffers (as glob patterns) that may change in a forward pass because nothing in the
+    data changes them, such as the power iteration of a spectral norm.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        groups: GroupSpec = "flat",
+        data_independent: Sequence[str] = (),
+        costs: CostModel | None = None,
+        plans: dict[Any, Plan] | None = None,
+    ) -> None:
+        self.model = checks.unwrapped(model)
+        self.parameters = checks.trainable(self.model)
+        self.groups = partition(self.parameters, groups)
+        self.data_independent = tuple(data_independent)
+        self.costs = costs or CostModel()
+        self._plans: dict[Any, Plan] = {} if plans is None else plans
+        self._watch: Watch | None = None
+        self._recording = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(iter(self.parameters.values())).device
+
+    def clipped(
+        self, evaluate: Evaluate, batch: Any, clip_norm: ClipNorm, *, mask: Tensor | None = None
+    ) -> ClippedGradients:
+        """The clipped sum for a batch, where ``evaluate(batch)`` runs the model and returns one loss per example."""
+        thresholds = self.groups.thresholds(clip_norm)
+        count = batches.size(batch, mask)
+        if count == 0:
+            return self._nothing(thresholds)
+        run = self.record(evaluate, batch, count)
+        return self._finish(run, run.losses, evaluate, batch, thresholds, mask)
+
+    def watch(self, batch_size: Callable[[], int | None]) -> Watch:
+        """From now on, capture every forward pass of the model that is called with gradients enabled.
+
+        ``batch_size()`` says how many examples the next one holds; None leaves it alone. `finish` turns the last
+        captured pass into a clipped sum.
+        """
+
+        def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Watched | None:
+            count = None if self._recording else batch_size()
+            return Watched(self._begin((args, kwargs), count), args, kwargs) if count else None
+
+        self._watch = Watch(self.model, begin)
+        return self._watch
+
+    def finish(
+        self,
+        outputs: Any,
+        targets: Any,
+        loss: Callable[[Any, Any], Tensor],
+        clip_norm: ClipNorm,
+        *,
+        mask: Tensor | None = None,
+    ) -> ClippedGradients:
+        """The clipped sum for the watched forward pass that gave ``outputs``; ``loss(outputs, targets)`` is one value
+        per example.
+
+        ``outputs`` should be what the model returned, or a part of it. Something computed from that is taken too, as
+        long as every parameter can be clipped where it is used.
+        """
+        watched = self._watch.last if self._watch is not None else None
+        if self._watch is None or watched is None:
+            raise Refusal(
+                "no forward pass to take gradients from; call the model on the batch, with gradients enabled, "
+                "before its loss"
+            )
+        self._watch.last = None
+        thresholds = self.groups.thresholds(clip_norm)
+        watched.run.state.require_unmoved(self.model, self.data_independent)
+        losses = loss(outputs, targets)
+        find = watched.finder(outputs)
+
+        def evaluate(batch: Any) -> Tensor:
+            (args, kwargs), others = batch
+            returned = self.model(*args, **kwargs)
+            return surrogate_losses(returned, watched.run.count) if find is None else loss(find(returned), others)
+
+        if find is None:
+            require_separate_losses(loss, outputs, targets, losses, watched.run.count)
+        batch = ((watched.args, watched.kwargs), targets)
+        return self._finish(watched.run, losses, evaluate, batch, thresholds, mask, rerunnable=find is not None)
+
+    def record(self, evaluate: Evaluate, batch: Any, count: int, *, keep_values: bool = False) -> "Run":
+        """Run the evaluation with every use of a parameter captured."""
+        run = self._begin(batch, count, keep_values=keep_values)
+        self._recording = True
+        try:
+            with torch.enable_grad(), ExitStack() as stack:
+                run.enter(stack)
+                run.losses = evaluate(batch)
+        finally:
+            self._recording = False
+        run.state.require_unmoved(self.model, self.data_independent)
+        return run
+
+    def _begin(self, batch: Any, count: int, *, keep_values: bool = False) -> "Run":
+        """A capture ready to be entered."""
+        current = checks.trainable(self.model)
+        if list(current) != list(self.parameters):
+            raise Refusal(
+                "the set of trainable parameters has changed since the engine was made; make a new one after freezing "
+                "or unfreezing"
+            )
+        self.parameters = current
+        constants = [x for _, x in checks.named_tensors(self.model) if not x.requires_grad]
+        shared = [x for x in batches.tensors(batch) if not batches.is_example_wise(x, count)]
+        capture = Capture(current, [*constants, *shared], count, keep_values=keep_values)
+        return Run(capture, checks.State.of(self.model), fallback.random_state(self.device), count)
+
+    def _finish(
+        self,
+        run: "Run",
+        losses: Tensor,
+        evaluate: Evaluate,
+        batch: Any,
+        thresholds: Sequence[float],
+        mask: Tensor | None,
+        *,
+        rerunnable: bool = True,
+    ) -> ClippedGradients:
+        """From the captured forward pass and its losses to the clipped sum."""
+        checks.require_losses(losses, run.count)
+        keep = batches.full_mask(run.count, mask, losses.device)
+        _, parts = self.parts(run, losses, keep, evaluate, batch, rerunnable=rerunnable)
+        return self._clip(parts, losses, keep, thresholds)
+
+    def parts(
+        self, run: "Run", losses: Tensor, keep: Tensor, evaluate: Evaluate, batch: Any, *, rerunnable: bool = True
+    ) -> tuple[Plan, Parts]:
+        """How every parameter is dealt with, and what the sites contribute to it."""
+        unseen = checks.unseen_parameters(losses, run.capture.sites, self.parameters)
+        plan = self._plan(run, unseen, evaluate, batch, None if rerunnable else losses)
+        if plan.whole and not rerunnable:
+            raise Refusal(
+                f"no exact way to clip {plan.why}, other than running the model again, and ``outputs`` is not what it "
+                "returned. "
+                "Pass the model's outputs as they are, or give make_private a per_example_loss"
+            )
+        parts = collect(run.capture.sites, plan, losses, keep, self.parameters)
+        self._add_whole_model(parts, run, plan, losses, keep, evaluate, batch)
+        return plan, parts
+
+    def _plan(self, run: "Run", unseen: list[str], evaluate: Evaluate, batch: Any, live: Tensor | None) -> Plan:
+        key = (
+            run.count,
+            tuple(unseen),
+            signature(run.capture.sites),
+            tuple(module.training for module in self.model.modules()),
+        )
+        plan = self._plans.get(key)
+        if plan is None:
+
+            def recapture(batch: Any, *, keep_values: bool = True) -> tuple[Capture, Tensor]:
+                with fallback.replayed(run.random_state, self.device):
+                    again = self.record(evaluate, batch, run.count, keep_values=keep_values)
+                return again.capture, again.losses
+
+            plan = make_plan(run.capture, unseen, batch, run.count, recapture, live)
+            with perturbed(run.capture.parameters.values()):
+                again, other_losses = recapture(batch, keep_values=False)
+                require_totals(again.sites, plan, other_losses, self.parameters)
+            if plan.proven:
+                self._plans[key] = plan
+        return plan
+
+    def _add_whole_model(
+        self, parts: Parts, run: "Run", plan: Plan, losses: Tensor, keep: Tensor, evaluate: Evaluate, batch: Any
+    ) -> None:
+        if not plan.whole:
+            return
+        names, why = sorted(plan.whole), plan.why
+        try:
+            again, grads = fallback.whole_model_gradients(
+                self.model, evaluate, batch, run.count, names, run.random_state
+            )
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise Refusal(
+                f"no exact way to clip {why}. Running the model example by example failed too: {reason}. {_REMEDY}"
+            ) from error
+        if not fallback.close(again.detach(), losses.detach()):
+            raise Refusal(f"no exact way to clip {why}. Run example by example the model gives other losses. {_REMEDY}")
+        for name in names:
+            parts[name] = [Part(Dense(scale_examples(grads[name], keep)))]
+
+    def _clip(self, parts: Parts, losses: Tensor, keep: Tensor, thresholds: Sequence[float]) -> ClippedGradients:
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            prepare(parts, self.costs)
+            group_norms = self._group_norms(parts, len(keep))
+            usable = group_norms.isfinite().all(1) & keep
+            limits = torch.tensor(thresholds, dtype=group_norms.dtype, device=keep.device)
+            factors = torch.where(usable[:, None], (limits / group_norms).clamp(max=1), 0)
+            # Where all is finite (one look at one flag), nothing has to be masked out.
+            mask = None if bool(usable.all()) else usable
+            sums = {
+                name: weighted_sum(name, parts[name], factors[:, self.groups.members[name]], mask, self.parameters)
+                for name in self.parameters
+            }
+            group_norms = torch.where(usable[:, None], group_norms, torch.inf)
+            group_norms = torch.where(keep[:, None], group_norms, 0)
+        return ClippedGradients(
+            sums=sums,
+            norms=torch.linalg.vector_norm(group_norms, dim=1),
+            group_norms=group_norms,
+            l2_bound=l2_bound(thresholds),
+            losses=losses.detach(),
+            mask=keep,
+        )
+
+    def _group_norms(self, parts: Parts, count: int) -> Tensor:
+        """[B, K]."""
+        dtype = max((accumulator(p) for p in self.parameters.values()), key=lambda dtype: dtype.itemsize)
+        squares: list[list[Tensor]] = [[torch.zeros(count, dtype=dtype, device=self.device)] for _ in self.groups.names]
+        for name, found in parts.items():
+            if found:
+                squares[self.groups.members[name]].append(squared_norms(found).to(dtype))
+        return torch.stack([torch.stack(each).sum(0) for each in squares], 1).sqrt()
+
+    def _nothing(self, thresholds: Sequence[float]) -> ClippedGradients:
+        """An empty batch: zero sums."""
+        sums = {name: torch.zeros_like(p, dtype=accumulator(p)) for name, p in self.parameters.items()}
+        norms = torch.zeros(0, len(self.groups), device=self.device)
+        empty = torch.zeros(0, device=self.device)
+        return ClippedGradients(
+            sums, empty, norms, l2_bound(thresholds), empty, torch.zeros(0, dtype=torch.bool, device=self.device)
+        )
+
+
+_REMEDY = (
+    "Register a rule for the function (qclip.register_rule), write it with torch functions that vmap understands, "
+    "or freeze the parameter"
+)
+
+
+@dataclass(eq=False)
+class Run:
+    """A captured forward pass."""
+
+    capture: Capture
+    state: checks.State
+    random_state: Tensor
+    count: int
+    losses: Any = None
+
+    def enter(self, stack: ExitStack) -> None:
+        """Start capturing, until the stack is closed. Compiled parts of the model run uncompiled meanwhile."""
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(self.capture)
+
+
+_known: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Any, dict[Any, Plan]]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _plans_of(model: nn.Module, loss: Any) -> dict[Any, Plan]:
+    """What was proven about this model with this loss; forgotten with either."""
+    try:
+        return _known.setdefault(model, weakref.WeakKeyDictionary()).setdefault(loss, {})
+    except TypeError:  # a loss that cannot be referred to weakly is proven anew each time
+        return {}
+
+
+def clipped_gradients(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Tensor],
+    inputs: Any,
+    targets: Any,
+    clip_norm: ClipNorm,
+    *,
+    groups: GroupSpec = "flat",
+    mask: Tensor | None = None,
+    data_independent: Sequence[str] = (),
+    costs: CostModel | None = None,
+) -> ClippedGradients:
+    """The sum over the batch of per-example gradients, each clipped to ``clip_norm``, from one forward and one
+    backward pass.
+
+    >>> import torch, qclip
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> error = lambda outputs, targets: (outputs - targets).square().sum(1)
+    >>> result = qclip.clipped_gradients(model, error, torch.eye(2), torch.full((2, 1), 9.0), clip_norm=1.0)
+    >>> result.sums["weight"], result.l2_bound
+    (tensor([[-1., -1.]]), 1.0)
+
+    Args:
+        model: any module whose examples do not mix; a compiled one is unwrapped.
+        loss: ``loss(outputs, targets)`` returns one value per example, shape [B].
+        inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments; tensors whose first
+        dimension is not the batch are shared by all examples. targets: anything that ``loss`` takes. clip_norm: one
+        threshold, or one per group. groups: ``"flat"``, ``"per-layer"`` or ``{name: patterns of parameter names}``;
+        each group is clipped by itself, and ``l2_bound`` is the bound of all together. mask: [B]; examples where it
+        is false contribute nothing. data_independent: patterns of buffers whose change in the forward pass has
+        nothing to do with the data. costs: how to choose between Gram, direct and kept gradients.
+
+    An example whose gradient is not finite contributes zero and has norm inf. An empty batch gives zero sums. What
+    cannot be done exactly is refused with an error that names it. Nothing is left on the model, and no ``.grad`` is
+    touched.
+    """
+    model = checks.unwrapped(model)
+    engine = Engine(model, groups=groups, data_independent=data_independent, costs=costs, plans=_plans_of(model, loss))
+
+    def evaluate(pair: tuple[Any, Any]) -> Tensor:
+        return loss(call(model, pair[0]), pair[1])
+
+    count = batches.size((targets, inputs), mask)  # targets first: they are rarely shared
+    keep = batches.full_mask(count, mask, engine.device)
+    return engine.clipped(evaluate, (inputs, targets), clip_norm, mask=keep)

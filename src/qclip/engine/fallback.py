@@ -1,0 +1,158 @@
+"""Fallbacks, for what has no rule: vmap of the site's own vjp, then vmap of the whole model's gradient."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from qclip.engine import batch as batches
+from qclip.engine.capture import Call, Site, tensors
+from qclip.engine.layouts import Layout
+
+
+@contextmanager
+def replayed(random_state: Tensor | None, device: torch.device) -> Iterator[None]:
+    """Run with the generator as it was, and put it back as it is."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
+        if random_state is not None:
+            restore(random_state, device)
+        yield
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of the device's generator."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def restore(state: Tensor, device: torch.device) -> None:
+    """Put the device's generator into a state."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+def carriers(call: Call, layout: Layout, batch_size: int, dims: int | None) -> list[Tensor]:
+    """The call's tensors that hold examples; with ``dims`` only those with so many dimensions."""
+    return [
+        x
+        for x, _ in call.versions
+        if id(x) not in call.fixed and layout.holds(x, batch_size) and (dims is None or x.dim() == dims)
+    ]
+
+
+def site_gradients(
+    site: Site, layout: Layout, grads: Sequence[Tensor], carrying: list[Tensor], batch_size: int
+) -> dict[int, Tensor]:
+    """Each source's per-example gradient, by the id of the tensor that stands for it in the call: vmap of the vjp."""
+    function = _example_function(site, carrying)
+    sources = [x for x, _ in site.call.versions if id(x) in site.call.sources]
+
+    def one(data: list[Tensor], cotangents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        pull_back = torch.func.vjp(lambda *values: function(data, values), *sources)[1]
+        return pull_back(cotangents)
+
+    data = [layout.by_example(x, batch_size) for x in carrying]
+    cotangents = tuple(layout.by_example(grad, batch_size) for grad in grads)
+    with replayed(site.random_state, cotangents[0].device):
+        found = torch.vmap(one, randomness="different")(data, cotangents)
+    return {id(x): grad for x, grad in zip(sources, found, strict=True)}
+
+
+def replay_agrees(site: Site, layout: Layout, carrying: list[Tensor], batch_size: int) -> bool:
+    """Whether running the call again, example by example, gives the output it gave: same rows, same random numbers."""
+    assert site.value is not None
+    function = _example_function(site, carrying)
+    sources = [x for x, _ in site.call.versions if id(x) in site.call.sources]
+    data = [layout.by_example(x, batch_size) for x in carrying]
+    with replayed(site.random_state, site.value.device), torch.no_grad():
+        again = torch.vmap(lambda data: function(data, sources)[0], randomness="different")(data)
+    value = layout.by_example(site.value, batch_size)
+    return again.shape == value.shape and close(again, value)
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    """Equal up to the rounding of another order of operations; what is not finite must not be finite in both."""
+    tolerance = 1e-4 if a.dtype in (torch.float32, torch.float64) else 3e-2
+    finite = a.isfinite() & b.isfinite()
+    same = (a.isfinite() == b.isfinite()).all()
+    scale = torch.where(finite, b, 0).abs().amax() if b.numel() else torch.zeros(())
+    return bool(same & (torch.where(finite, a - b, 0).abs() <= tolerance * (scale + 1e-30)).all())
+
+
+def _example_function(
+    site: Site, carrying: list[Tensor]
+) -> Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, ...]]:
+    """The call as a function of its example-wise tensors and of its sources, returning its differentiable outputs."""
+    call = site.call
+    places = {id(x): ("data", k) for k, x in enumerate(carrying)}
+    order = [id(x) for x, _ in call.versions if id(x) in call.sources]
+    places.update({key: ("source", k) for k, key in enumerate(order)})
+
+    def run(data: Sequence[Tensor], sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        given = {"data": data, "source": sources}
+
+        def fill(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                kind, k = places.get(id(x), ("", 0))
+                x = given[kind][k] if kind else x
+                return x if site.cast_to is None or not x.is_floating_point() else x.to(site.cast_to)
+            if isinstance(x, (tuple, list)):
+                return type(x)(map(fill, x))
+            return x
+
+        # vmap does not know every function that autocast does, so the casts are made here.
+        with torch.autocast(call.versions[0][0].device.type, enabled=False):
+            result = call.function(*map(fill, call.args), **{key: fill(x) for key, x in call.kwargs.items()})
+        results = list(tensors((result,)))
+        return tuple(results[output.position] for output in site.outputs)
+
+    return run
+
+
+class _Evaluation(nn.Module):
+    """A model and what is done with it, as one module, so that `functional_call` can put other parameters in."""
+
+    def __init__(self, model: nn.Module, evaluate: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.evaluate = evaluate
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.evaluate(batch)
+
+
+def whole_model_gradients(
+    model: nn.Module,
+    evaluate: Callable[[Any], Tensor],
+    batch: Any,
+    batch_size: int,
+    names: Sequence[str],
+    state: Tensor | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The losses and the named parameters' per-example gradients, by vmap over the whole evaluation."""
+    whole = _Evaluation(model, evaluate)
+    parameters = dict(model.named_parameters())
+    wanted = {name: parameters[name].detach() for name in names}
+    leaves, structure = pytree.tree_flatten(batch)
+    carrying = [k for k, leaf in enumerate(leaves) if batches.is_example_wise(leaf, batch_size)]
+
+    def loss_of_one(values: dict[str, Tensor], rows: list[Tensor]) -> Tensor:
+        mine = list(leaves)
+        for k, row in zip(carrying, rows, strict=True):
+            mine[k] = row
+        renamed = {f"model.{name}": value for name, value in values.items()}
+        return torch.func.functional_call(whole, renamed, (pytree.tree_unflatten(mine, structure),)).sum()
+
+    rows = [leaves[k].unsqueeze(1) for k in carrying]
+    device = next(iter(wanted.values())).device
+    with replayed(state, device):
+        gradient = torch.func.grad_and_value(loss_of_one)
+        grads, losses = torch.vmap(gradient, in_dims=(None, 0), randomness="different")(wanted, rows)
+    return losses, grads

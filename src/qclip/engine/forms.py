@@ -1,0 +1,258 @@
+"""Forms of a per-example gradient: what a rule returns, and what norms and clipped sums are computed from.
+
+A gradient of B examples is rarely needed as B full tensors. Three forms cover every layer:
+
+- `Outer`: a sum of outer products over positions, as in linear layers and convolutions;
+- `Rows`: a few rows of a large table, as in embeddings;
+- `Dense`: the B gradients themselves.
+
+All arithmetic is in float32 (float64 for float64), whatever the precision of the tensors. Where a sum is computed in
+another order than its norm, rounding could make the norm too small for it: such norms are taken from above, by a few
+units of rounding of the summands' sizes. That matters only where the summands nearly cancel.
+
+Shapes: B examples, G groups of channels, T positions, M x N the two sides of a weight.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+CHUNK_BYTES: Final = 2**26
+"""How much memory a product that is thrown away at once may take."""
+
+
+ROUNDINGS: Final = 4
+"""How many units of rounding the norms are taken from above."""
+
+
+def full(x: Tensor) -> Tensor:
+    """At least float32."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def keep_examples(x: Tensor, keep: Tensor) -> Tensor:
+    """Zero in the examples that are not kept, even where they hold NaN."""
+    return torch.where(keep.view(-1, *[1] * (x.dim() - 1)), x, 0)
+
+
+def scale_examples(x: Tensor, factors: Tensor) -> Tensor:
+    """Each example times its factor."""
+    return full(x) * factors.view(-1, *[1] * (x.dim() - 1))
+
+
+def square_sums(x: Tensor) -> Tensor:
+    """The sum of squares of each example, [B]."""
+    return torch.linalg.vector_norm(full(x).flatten(1), dim=1).square() if x.dim() > 1 else full(x).square()
+
+
+@dataclass(frozen=True)
+class Dense:
+    """The gradients of all examples, one tensor of the parameter's shape each: [B, *shape]."""
+
+    grads: Tensor
+
+    def squared_norms(self) -> Tensor:
+        """[B]."""
+        return square_sums(self.grads)
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """The sum of the gradients times the factors, of the parameter's shape."""
+        grads = full(self.grads)
+        return (
+            (factors.to(grads.dtype) @ grads.flatten(1)).view(grads.shape[1:]) if grads.dim() > 1 else factors @ grads
+        )
+
+    def dense(self) -> Tensor:
+        """[B, *shape]."""
+        return full(self.grads)
+
+    def masked(self, keep: Tensor) -> "Dense":
+        """Zero for the examples that are not kept."""
+        return Dense(keep_examples(self.grads, keep))
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Sums of outer products: example b's gradient is ``left[b].mT @ right[b]``, as [G, M, N], seen in ``shape``."""
+
+    left: Tensor
+    """[B, G, T, M]."""
+    right: Tensor
+    """[B, G, T, N]."""
+    shape: torch.Size
+    """The parameter's own shape, G M N numbers."""
+
+    @property
+    def positions(self) -> int:
+        """T."""
+        return self.left.shape[2]
+
+    def sizes(self) -> Tensor:
+        """[B]: the sum of the lengths of the outer products, which no rounding error exceeds by much."""
+        return (lengths(self.left) * lengths(self.right)).sum((1, 2))
+
+    def squared_norms(self) -> Tensor:
+        """[B], by the cheaper of the two ways that keep nothing."""
+        m, n = self.left.shape[3], self.right.shape[3]
+        if self.positions == 1:
+            return (lengths(self.left) * lengths(self.right)).square().sum((1, 2))
+        return self.gram_norms() if self.positions * (m + n) <= m * n else self.direct_norms()
+
+    def gram_norms(self) -> Tensor:
+        """[B], from the T x T products of the positions with one another; never forms a gradient."""
+        step = chunk(self.left.shape[1] * self.positions**2)
+        pairs = zip(self.left.split(step), self.right.split(step), strict=True)
+        return torch.cat([_gram(left, right) for left, right in pairs])
+
+    def direct_norms(self) -> Tensor:
+        """[B], from the gradients, formed a few at a time and thrown away."""
+        step = chunk(self.shape.numel())
+        pairs = zip(self.left.split(step), self.right.split(step), strict=True)
+        squares = torch.cat([square_sums(torch.matmul(full(left).mT, full(right))) for left, right in pairs])
+        return from_above(squares, self.sizes())
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """The sum of the gradients times the factors, by one product per group of channels."""
+        left, right = self.left, self.right
+        if left.numel() <= right.numel():
+            left, right = scale_examples(left, factors), full(right)
+        else:
+            left, right = full(left), scale_examples(right, factors)
+        left, right = (x.transpose(0, 1).flatten(1, 2) for x in (left, right))  # [G, B T, .]
+        return torch.matmul(left.mT, right).reshape(self.shape)
+
+    def dense(self) -> Tensor:
+        """[B, *shape]."""
+        return torch.matmul(full(self.left).mT, full(self.right)).reshape(-1, *self.shape)
+
+    def masked(self, keep: Tensor) -> "Outer":
+        """Zero for the examples that are not kept."""
+        return Outer(keep_examples(self.left, keep), keep_examples(self.right, keep), self.shape)
+
+    @property
+    def mT(self) -> "Outer":
+        """The same gradients for the transposed parameter; needs one group and two sides."""
+        return Outer(self.right, self.left, torch.Size(reversed(self.shape)))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A few rows of a table: example b's gradient has ``grads[b, s]`` added to row ``ids[b, s]``, for every s."""
+
+    ids: Tensor
+    """[B, S]."""
+    grads: Tensor
+    """[B, S, *row]."""
+    shape: torch.Size
+    """The table's shape, [number of rows, *row]."""
+
+    def squared_norms(self) -> Tensor:
+        """[B], by sorting the entries and adding up those that share a row; no S x S, no one-hot."""
+        count, entries = self.ids.shape
+        if entries == 0:
+            return torch.zeros(count, dtype=full(self.grads).dtype, device=self.grads.device)
+        ids, order = self.ids.sort(dim=1)
+        first = torch.arange(count, device=ids.device)[:, None] * entries
+        segments = torch.zeros_like(ids)
+        segments[:, 1:] = (ids[:, 1:] != ids[:, :-1]).cumsum(1)
+        rows = full(self.grads).flatten(2).flatten(0, 1)
+        summed = torch.zeros_like(rows).index_add(0, (segments + first).flatten(), rows[(order + first).flatten()])
+        return from_above(square_sums(summed.view(count, -1)), self.sizes())
+
+    def sizes(self) -> Tensor:
+        """[B]: the sum of the lengths of the rows, repeated ones one by one."""
+        return lengths(self.grads.flatten(2)).sum(1)
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """The sum of the gradients times the factors."""
+        rows = scale_examples(self.grads, factors).flatten(0, 1)
+        return torch.zeros(self.shape, dtype=rows.dtype, device=rows.device).index_add(0, self.ids.flatten(), rows)
+
+    def dense(self) -> Tensor:
+        """[B, *shape]."""
+        count, rows = self.ids.shape[0], full(self.grads).flatten(0, 1)
+        table = torch.zeros(count * self.shape[0], *self.shape[1:], dtype=rows.dtype, device=rows.device)
+        keys = self.ids + torch.arange(count, device=self.ids.device)[:, None] * self.shape[0]
+        return table.index_add(0, keys.flatten(), rows).view(count, *self.shape)
+
+    def masked(self, keep: Tensor) -> "Rows":
+        """Zero for the examples that are not kept."""
+        return Rows(self.ids, keep_examples(self.grads, keep), self.shape)
+
+
+Form = Dense | Outer | Rows
+
+
+def joint_squared_norms(outer: Outer, table: Rows) -> Tensor:
+    """[B]: the squared norm of a sum of both, as for the weight of a tied embedding and head, cross term included."""
+    left, right = full(outer.left).squeeze(1), full(outer.right).squeeze(1)
+    # Row s of the table meets position t of the product as left[t, id_s] (right[t] . grad_s).
+    picked = left.gather(2, table.ids[:, None, :].expand(-1, left.shape[1], -1))
+    cross = (picked * torch.matmul(right, full(table.grads).mT)).sum((1, 2))
+    doubt = ROUNDINGS * rounding(cross) * outer.sizes() * table.sizes()
+    return outer.squared_norms() + table.squared_norms() + 2 * (cross + doubt)
+
+
+def join(forms: Sequence[Form]) -> list[Form]:
+    """Several gradients of one parameter as one form, or as one sum of outer products and one table that meet in it."""
+    outers = [form for form in forms if isinstance(form, Outer)]
+    tables = [form for form in forms if isinstance(form, Rows)]
+    if len(outers) + len(tables) < len(forms) or (tables and any(outer.left.shape[1] > 1 for outer in outers)):
+        total = forms[0].dense()
+        for form in forms[1:]:
+            total = total + form.dense()
+        return [Dense(total)]
+    joined: list[Form] = []
+    if outers:
+        joined.append(join_outers(outers))
+    if tables:
+        joined.append(join_rows(tables))
+    return joined
+
+
+def join_outers(forms: Sequence[Outer]) -> Outer:
+    """A weight used several times is one sum over more positions."""
+    if len(forms) == 1:
+        return forms[0]
+    left, right = (
+        torch.cat([full(side) for side in sides], 2) for sides in zip(*[(f.left, f.right) for f in forms], strict=True)
+    )
+    return Outer(left, right, forms[0].shape)
+
+
+def join_rows(forms: Sequence[Rows]) -> Rows:
+    """A table looked up several times is one table with more entries."""
+    if len(forms) == 1:
+        return forms[0]
+    return Rows(torch.cat([f.ids for f in forms], 1), torch.cat([full(f.grads) for f in forms], 1), forms[0].shape)
+
+
+def chunk(numbers_each: int) -> int:
+    """How many examples with so many numbers fit the memory for throw-away products."""
+    return max(1, CHUNK_BYTES // (4 * max(1, numbers_each)))
+
+
+def lengths(x: Tensor) -> Tensor:
+    """The length of every row."""
+    return torch.linalg.vector_norm(full(x), dim=-1)
+
+
+def rounding(x: Tensor) -> float:
+    """The relative size of one rounding error."""
+    return torch.finfo(x.dtype).eps / 2
+
+
+def from_above(squares: Tensor, sizes: Tensor) -> Tensor:
+    """Squared norms with room for the rounding errors of summands of these sizes."""
+    return (squares.sqrt() + ROUNDINGS * rounding(sizes) * sizes).square()
+
+
+def _gram(left: Tensor, right: Tensor) -> Tensor:
+    left, right = full(left), full(right)
+    lefts, rights = torch.matmul(left, left.mT), torch.matmul(right, right.mT)
+    sizes = (lefts.diagonal(dim1=2, dim2=3) * rights.diagonal(dim1=2, dim2=3)).clamp(min=0).sqrt().sum((1, 2))
+    # Products of products round relative to the squared sizes: a norm far below them is not resolved.
+    return (lefts * rights).sum((1, 2, 3)).clamp(min=0) + ROUNDINGS * rounding(sizes) * sizes.square()

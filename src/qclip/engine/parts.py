@@ -1,0 +1,150 @@
+"""Parts: what the sites contribute to each parameter, from output gradients to norms and clipped sums."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qclip.engine import checks, derivations
+from qclip.engine.capture import Site, Source, output_gradients
+from qclip.engine.costs import CostModel, Method
+from qclip.engine.forms import Dense, Form, Outer, Rows, join, joint_squared_norms
+from qclip.engine.plan import Plan, gradient_forms
+from qclip.engine.refusal import Refusal
+from qclip.engine.rules.registry import Gradient
+
+
+@dataclass(eq=False)
+class Part:
+    """What one site, or several joined, contributes to one parameter."""
+
+    form: Form
+    source: Source | None = None
+    """Set where the form is still of a derived value that keeps the norm: only the sum is carried on."""
+    method: Method | None = None
+    """How the norms of a sum of outer products are computed."""
+
+
+Parts = dict[str, list[Part]]
+"""By parameter."""
+
+
+def accumulator(parameter: Tensor) -> torch.dtype:
+    """Sums are kept in float32, whatever the parameter's precision; in float64 for float64 parameters."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def collect(sites: Sequence[Site], plan: Plan, losses: Tensor, keep: Tensor, parameters: Mapping[str, Tensor]) -> Parts:
+    """Each parameter's contributions, by one backward pass to the sites."""
+    chosen = [(site, how) for site, how in zip(sites, plan.sites, strict=True) if how is not None]
+    checks.require_unchanged_inputs(site for site, _ in chosen)
+    found = output_gradients(losses, keep.to(losses.dtype), [site for site, _ in chosen], retain_graph=False)
+    parts: Parts = {name: [] for name in parameters}
+    with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
+        for (site, how), grads in zip(chosen, found, strict=True):
+            known = [grad for grad in grads if grad is not None]
+            if not known:
+                continue
+            filled = [known[0].new_zeros(o.shape) if g is None else g for g, o in zip(grads, site.outputs, strict=True)]
+            forms = gradient_forms(site, how, filled, len(losses))
+            for key, source in site.call.sources.items():
+                if not source.parameters <= plan.whole:
+                    _attribute(parts, source, forms[key], parameters)
+        return {name: _joined(name, each, parameters) for name, each in parts.items()}
+
+
+def require_totals(sites: Sequence[Site], plan: Plan, losses: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse if the unclipped sums are not autograd's: the last line against a wrong rule or a wrong capture."""
+    expected = torch.autograd.grad([losses.sum()], list(parameters.values()), retain_graph=True, allow_unused=True)
+    everyone = torch.ones(len(losses), dtype=torch.bool, device=losses.device)
+    parts = collect(sites, plan, losses, everyone, parameters)
+    ones = torch.ones(len(losses), device=losses.device)
+    exact = all(site.cast_to is None and site.outputs[0].dtype != torch.bfloat16 for site in sites)
+    tolerance, overall = (1e-4, 1e-6) if exact else (3e-2, 3e-3)
+    expected = [grad.to_dense() if grad is not None and grad.layout is not torch.strided else grad for grad in expected]
+    # Some gradients are zero but for rounding, such as those of the keys' biases in attention.
+    noise = overall * sum(float(torch.linalg.vector_norm(grad)) for grad in expected if grad is not None)
+    for name, gradient in zip(parameters, expected, strict=True):
+        if name in plan.whole:
+            continue
+        total = weighted_sum(name, parts[name], ones, None, parameters)
+        wanted = torch.zeros_like(total) if gradient is None else gradient.to(total.dtype)
+        size = squared_norms(parts[name]).sqrt().sum() if parts[name] else torch.zeros(())
+        difference = torch.linalg.vector_norm(total - wanted)
+        if bool(difference > tolerance * (size + torch.linalg.vector_norm(wanted)) + noise):
+            functions = ", ".join(sorted({str(site) for site in sites if name in site.parameters}))
+            raise Refusal(
+                f"the gradients of {name!r} do not add up to autograd's: a registered rule for {functions or 'it'} is wrong, "
+                "or the model does something that the engine does not see; compare with qclip.engine.oracle"
+            )
+
+
+def _attribute(parts: Parts, source: Source, gradient: Gradient, parameters: Mapping[str, Tensor]) -> None:
+    """Carry a source's gradient to its parameters, as far as that is free."""
+    source, form = derivations.simplify(source, gradient() if callable(gradient) else gradient)
+    if source.call is None or derivations.keeps_norm(source):
+        (name,) = source.parameters
+        parts[name].append(Part(form, None if source.call is None else source))
+    else:
+        _materialise(parts, source, form, parameters)
+
+
+def _materialise(parts: Parts, source: Source, form: Form, parameters: Mapping[str, Tensor]) -> None:
+    for name, grads in derivations.to_parameters(source, form.dense(), parameters, batched=True).items():
+        parts[name].append(Part(Dense(grads)))
+
+
+def _joined(name: str, found: list[Part], parameters: Mapping[str, Tensor]) -> list[Part]:
+    """Contributions that are clipped as one; those of a derived value keep their norm only if alone."""
+    if len(found) < 2:
+        return found
+    plain: Parts = {name: []}
+    for part in found:
+        if part.source is None:
+            plain[name].append(part)
+        else:
+            _materialise(plain, part.source, part.form, parameters)
+    return [Part(form) for form in join([part.form for part in plain[name]])]
+
+
+def prepare(parts: Parts, costs: CostModel) -> None:
+    """Choose how each sum of outer products is dealt with; gradients to be kept are formed here, once."""
+    available = costs.kept_bytes
+    for found in parts.values():
+        part = found[0] if len(found) == 1 else None
+        if part is None or not isinstance(part.form, Outer) or part.form.positions == 1:
+            continue
+        part.method = costs.choose(part.form, available)
+        if part.method == "kept":
+            available -= costs.kept_bytes_of(part.form)
+            part.form = Dense(part.form.dense())
+
+
+def squared_norms(found: Sequence[Part]) -> Tensor:
+    """[B]: the squared norm of all contributions to one parameter together."""
+    if len(found) == 2:
+        outer, table = (part.form for part in found)
+        assert isinstance(outer, Outer)
+        assert isinstance(table, Rows)
+        return joint_squared_norms(outer, table)
+    form, method = found[0].form, found[0].method
+    if isinstance(form, Outer) and method is not None:
+        return form.gram_norms() if method == "gram" else form.direct_norms()
+    return form.squared_norms()
+
+
+def weighted_sum(
+    name: str, found: Sequence[Part], factors: Tensor, keep: Tensor | None, parameters: Mapping[str, Tensor]
+) -> Tensor:
+    """One parameter's sum over examples times their factors; examples not kept are left out, NaN and all."""
+    parameter = parameters[name]
+    total = None
+    for part in found:
+        form = part.form if keep is None else part.form.masked(keep)
+        value = form.weighted_sum(factors)
+        if part.source is not None:
+            value = derivations.to_parameters(part.source, value, parameters, batched=False)[name]
+        value = value.to(accumulator(parameter)).view(parameter.shape)
+        total = value if total is None else total + value
+    return torch.zeros_like(parameter, dtype=accumulator(parameter)) if total is None else total

@@ -1,0 +1,98 @@
+"""Watching a model: its forward passes are captured wherever the user calls it, so that an ordinary loop can be
+private.
+
+Two hooks on the root module do it. A copy of the model (for an average of its weights, or unpickled) carries hooks
+that do nothing.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+class Watched:
+    """A captured forward pass of the root module: what went in, what came out, and the run that saw it."""
+
+    def __init__(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.run, self.args, self.kwargs = run, args, kwargs
+        self.returned: Any = None
+
+    def finder(self, outputs: Any) -> Callable[[Any], Any] | None:
+        """How to find the user's ``outputs`` in what the model returns; None if they were computed from it."""
+        places = {id(leaf): k for k, leaf in enumerate(pytree.tree_leaves(self.returned))}
+        wanted, structure = pytree.tree_flatten(outputs)
+        if not all(id(leaf) in places for leaf in wanted):
+            return None
+        order = [places[id(leaf)] for leaf in wanted]
+
+        def find(returned: Any) -> Any:
+            leaves = pytree.tree_leaves(returned)
+            return pytree.tree_unflatten([leaves[k] for k in order], structure)
+
+        return find
+
+
+class Watch:
+    """The hooks on a model; `remove` takes them off."""
+
+    def __init__(self, model: nn.Module, begin: Callable[[tuple[Any, ...], dict[str, Any]], Watched | None]) -> None:
+        self.last: Watched | None = None
+        """The last captured forward pass."""
+        self._begin = begin
+        self._open: tuple[Watched, ExitStack] | None = None
+        self._handles = (
+            model.register_forward_pre_hook(_Hook(self._enter), with_kwargs=True),
+            model.register_forward_hook(_Hook(self._leave), always_call=True),
+        )
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        self.last = None
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled() or self._open is not None:
+            return
+        watched = self._begin(args, kwargs)
+        if watched is not None:
+            self.last = None
+            stack = ExitStack()
+            self._open = watched, stack
+            watched.run.enter(stack)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], returned: Any) -> None:
+        if self._open is None:
+            return
+        (watched, stack), self._open = self._open, None
+        stack.close()
+        watched.returned = returned
+        self.last = watched
+
+
+class _Hook:
+    """A hook that copies and pickles as one that does nothing."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        return self._function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return do_nothing
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _inert, ()
+
+
+def do_nothing(*args: Any) -> None:
+    """What a hook becomes in a copy of the model."""
+
+
+def _inert() -> Callable[..., None]:
+    return do_nothing

@@ -1,0 +1,96 @@
+"""The guard: an optimizer applies a released gradient, once, or nothing."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from qclip import _validate as check
+
+
+@dataclass
+class Released:
+    """What was written to one ``.grad``. Held weakly, so that zero_grad frees it."""
+
+    grad: weakref.ref[Tensor]
+    version: int
+    """Any later change in place raises the tensor's own."""
+    applied: bool = False
+
+
+_hooks: "weakref.WeakKeyDictionary[Optimizer, RemovableHandle]" = weakref.WeakKeyDictionary()
+
+
+class Guard:
+    """Stands before `step` of the optimizers: raises unless each ``.grad`` is None or released and not yet applied.
+
+    An optimizer has one guard, the latest: what an earlier one would release is refused from then on.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+        self._parameters = dict(parameters)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._released: dict[int, Released] = {}
+        for optimizer in optimizers:
+            if optimizer in _hooks:
+                _hooks[optimizer].remove()
+            _hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
+
+    def write(self, grads: Mapping[str, Tensor]) -> None:
+        """Make these the gradients that may be applied, once."""
+        for name, grad in grads.items():
+            parameter = self._parameters[name]
+            parameter.grad = grad
+            self._released[id(parameter)] = Released(weakref.ref(grad), grad._version)
+
+    def clear(self) -> None:
+        """Take back what was written and is still there; refuse anything else that lies there."""
+        for parameter in self._parameters.values():
+            if parameter.grad is not None and self._of(parameter) is None:
+                raise self._refusal(parameter)
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._released.clear()
+
+    def _of(self, parameter: Tensor) -> Released | None:
+        """The record of the gradient that this parameter holds now."""
+        released = self._released.get(id(parameter))
+        return released if released is not None and released.grad() is parameter.grad else None
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None:
+            remedy = "call training.step(batch), or training.loss(...).backward() and then optimizer.step()"
+            raise check.refuse("closure", closure, "None: it would compute gradients without clipping or noise", remedy)
+        due = []
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            released = self._of(parameter)
+            if released is None or released.applied or parameter.grad._version != released.version:
+                raise self._refusal(parameter)
+            due.append(released)
+        for released in due:
+            released.applied = True
+
+    def _refusal(self, parameter: Tensor) -> ValueError:
+        name = f"{self._names.get(id(parameter), 'parameter')}.grad"
+        released = self._of(parameter)
+        if released is None:
+            value = "a raw gradient"
+            remedy = (
+                "call optimizer.zero_grad(), and training.loss(outputs, targets).backward() instead of "
+                "criterion(outputs, targets).backward()"
+            )
+        elif released.applied:
+            value = "a gradient that was applied already"
+            remedy = "call optimizer.zero_grad() after optimizer.step(), and step once for each training.loss(...)"
+        else:
+            value = "a released gradient that was changed afterwards"
+            remedy = (
+                "remove what changes it in place, such as clip_grad_norm_ or another backward(): it is clipped and "
+                "noisy already"
+            )
+        return check.refuse(name, value, "None or the gradient that qclip released for this step", remedy)

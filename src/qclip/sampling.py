@@ -1,0 +1,221 @@
+"""Poisson sampling: every example joins each logical step independently; every physical batch carries a ticket."""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+
+from qclip import _validate as check
+from qclip.engine.batch import tensors
+
+
+@dataclass(frozen=True)
+class PoissonSampler:
+    """Draws each of ``dataset_size`` examples with probability ``sample_rate``, independently, at every step.
+
+    A draw is a function of the seed and the step: there is no state to save, and a step can be drawn again.
+
+    >>> sampler = PoissonSampler(10, 1.0, np.random.SeedSequence(0))
+    >>> sampler.draw(step=0)
+    array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
+    """
+
+    dataset_size: int
+    sample_rate: float
+    seed: np.random.SeedSequence
+
+    def draw(self, step: int) -> NDArray[np.intp]:
+        """The indices of the examples of this step, ascending; there may be none."""
+        seed = np.random.SeedSequence(self.seed.entropy, spawn_key=(*self.seed.spawn_key, step))
+        return np.flatnonzero(np.random.default_rng(seed).random(self.dataset_size) < self.sample_rate)
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a physical batch is: part number ``part`` of logical step ``step``, with ``size`` examples that count."""
+
+    step: int
+    part: int
+    size: int
+    last: bool
+    """Whether the logical batch ends here."""
+
+    @property
+    def rows(self) -> int:
+        """How many examples the batch holds: an empty draw holds one, which does not count."""
+        return max(self.size, 1)
+
+    def mask(self, device: torch.device) -> Tensor:
+        """Which rows count, [rows]."""
+        return torch.arange(self.rows, device=device) < self.size
+
+
+def cut(indices: NDArray[np.intp], step: int, physical_batch_size: int | None) -> Iterator[tuple[list[int], Ticket]]:
+    """A logical batch in physical batches of at most the given size; an empty one is example 0, masked."""
+    if indices.size == 0:
+        yield [0], Ticket(step, part=0, size=0, last=True)
+        return
+    width = physical_batch_size or indices.size
+    starts = range(0, indices.size, width)
+    for part, start in enumerate(starts):
+        chosen = indices[start : start + width].tolist()
+        yield chosen, Ticket(step, part, len(chosen), last=start == starts[-1])
+
+
+class Tickets:
+    """The tickets of batches that were handed out and not yet used, in order."""
+
+    def __init__(self) -> None:
+        self._issued: deque[tuple[Ticket, list[weakref.ref[Tensor]]]] = deque()
+
+    @property
+    def front(self) -> Ticket | None:
+        """The ticket of the next batch to be used."""
+        return self._issued[0][0] if self._issued else None
+
+    def issue(self, ticket: Ticket, batch: Any) -> None:
+        """Note that a batch was handed out."""
+        self._issued.append((ticket, [weakref.ref(tensor) for tensor in tensors(batch)]))
+
+    def redeem(self, batch: Any) -> Ticket:
+        """The ticket of the batch that is now used (or of the outputs and targets that come from it).
+
+        A copy of a batch, on another device for instance, cannot be told from another batch of its size; the very
+        tensors of a later batch are recognised, and refused.
+        """
+        if not self._issued:
+            remedy = (
+                "use each batch of training.loader once; for other data, call the model and the criterion themselves"
+            )
+            raise check.refuse(
+                "batch", "without a ticket", "one that training.loader gave and that was not used", remedy
+            )
+        (ticket, own), *others = self._issued
+        given = tensors(batch)
+        later = _alive(ref for _, refs in others for ref in refs) - _alive(own)  # a collate function may share tensors
+        if later & {id(tensor) for tensor in given}:
+            remedy = "use every batch of training.loader, in order: skipping one would change who is sampled"
+            raise check.refuse("batch", "a later one", "the first that was not used", remedy)
+        if all(tensor.dim() == 0 or tensor.shape[0] != ticket.rows for tensor in given):
+            remedy = "pass the batches of training.loader whole, one example per row of the first dimension"
+            shapes = [tuple(tensor.shape) for tensor in given]
+            raise check.refuse("batch", f"tensors of shapes {shapes}", f"of {ticket.rows} examples", remedy)
+        self._issued.popleft()
+        return ticket
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self._issued.clear()
+
+
+def _alive(refs: Iterable[weakref.ref[Tensor]]) -> set[int]:
+    return {id(tensor) for ref in refs if (tensor := ref()) is not None}
+
+
+class PoissonLoader:
+    """Batches as the data set collates them, drawn by the sampler and cut to size, each with a ticket.
+
+    ``source`` is a map-style data set, or a DataLoader: its data set, collate function, workers and pinning are kept,
+    its batch size and shuffling are not. ``span`` says which logical steps a pass has, when it begins; beginning a pass
+    ends the one before. There is no ``len``: how many physical batches a pass has is drawn too.
+    """
+
+    def __init__(
+        self,
+        source: Dataset[Any] | DataLoader[Any],
+        sampler: PoissonSampler,
+        *,
+        physical_batch_size: int | None,
+        span: Callable[[], range],
+        generator: torch.Generator,
+    ) -> None:
+        self.tickets = Tickets()
+        self._span = span
+        self._pass: object = None
+        self._draws = _Draws(sampler, physical_batch_size)
+        self._batches = _data_loader(source, self._draws, generator)
+
+    def __iter__(self) -> Iterator[Any]:
+        steps = self._span()
+        self.abandon()
+        mine = self._pass = object()
+        drawn = self._draws.begin(steps)
+        for batch in self._batches:
+            ticket = drawn.popleft()
+            self.tickets.issue(ticket, batch)
+            yield batch
+            if self._pass is not mine:
+                remedy = "start a new one: it begins at the first logical batch that was not completed"
+                raise check.refuse("this pass over training.loader", "ended", "the latest, with no error in it", remedy)
+
+    def abandon(self) -> None:
+        """End the pass: its tickets are void, and its next batch is refused."""
+        self._pass = None
+        self.tickets.clear()
+
+
+class _Draws:
+    """The index lists of a pass, for a DataLoader that may ask ahead of what it yields; tickets wait here, in order."""
+
+    def __init__(self, sampler: PoissonSampler, physical_batch_size: int | None) -> None:
+        self._sampler = sampler
+        self._physical_batch_size = physical_batch_size
+        self._steps = range(0)
+        self._drawn: deque[Ticket] = deque()
+
+    def begin(self, steps: range) -> deque[Ticket]:
+        """Start a pass; the deque returned fills as the DataLoader asks."""
+        self._steps, self._drawn = steps, deque()
+        return self._drawn
+
+    def __iter__(self) -> Iterator[list[int]]:
+        drawn = self._drawn
+        for step in self._steps:
+            for indices, ticket in cut(self._sampler.draw(step), step, self._physical_batch_size):
+                drawn.append(ticket)
+                yield indices
+
+
+def dataset_size(source: Dataset[Any] | DataLoader[Any]) -> int:
+    """How many examples a data set or a DataLoader has; what cannot be sampled by index is refused."""
+    dataset = _dataset(source)
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        remedy = "Poisson sampling asks for any example by its index"
+        raise check.refuse("dataset", type(dataset).__name__, "map-style, with __len__ and __getitem__", remedy)
+    if isinstance(source, DataLoader):
+        batches = source.batch_sampler
+        sampler = batches.sampler if type(batches) is BatchSampler else batches
+        if type(sampler) not in (RandomSampler, SequentialSampler):
+            remedy = "Poisson sampling takes its place; choose examples by torch.utils.data.Subset"
+            raise check.refuse("dataset", f"a DataLoader with {type(sampler).__name__}", "without a sampler", remedy)
+    return len(dataset)
+
+
+def _dataset(source: Dataset[Any] | DataLoader[Any]) -> Dataset[Any]:
+    return source.dataset if isinstance(source, DataLoader) else source
+
+
+def _data_loader(source: Dataset[Any] | DataLoader[Any], draws: _Draws, generator: torch.Generator) -> DataLoader[Any]:
+    dataset = _dataset(source)
+    if not isinstance(source, DataLoader):
+        return DataLoader(dataset, batch_sampler=draws, generator=generator)
+    return DataLoader(
+        dataset,
+        batch_sampler=draws,
+        num_workers=source.num_workers,
+        collate_fn=source.collate_fn,
+        pin_memory=source.pin_memory,
+        timeout=source.timeout,
+        worker_init_fn=source.worker_init_fn,
+        multiprocessing_context=source.multiprocessing_context,
+        generator=generator if source.generator is None else source.generator,
+        prefetch_factor=source.prefetch_factor,
+        persistent_workers=source.persistent_workers,
+    )

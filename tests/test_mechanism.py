@@ -1,0 +1,88 @@
+"""Noise of the size that the value asks for: measured, per group, independent, from its own stream."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from qclip.mechanism import BoundedSum, noise_stds, release
+from qclip.theory import group_noise
+
+N = 200_000
+
+
+def zeros(*, bounds=(2.0,), sizes=(N,), dtype=torch.float32):
+    tensors = {f"{k}": torch.zeros(size, dtype=dtype) for k, size in enumerate(sizes)}
+    return BoundedSum(tensors, {name: int(name) for name in tensors}, bounds)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_standard_deviation_is_the_multiplier_times_the_bound(seed):
+    # The sample's deviation has relative error 1/sqrt(2N) = 0.0016: five of them fail one seed in 2e6.
+    noise = release(zeros(bounds=(2.0,)), 1.5, generator(seed))["0"]
+    assert noise.std().item() == pytest.approx(3.0, rel=5 / math.sqrt(2 * N))
+    assert abs(noise.mean().item()) < 5 * 3.0 / math.sqrt(N)
+
+
+def test_it_is_gaussian():
+    noise = release(zeros(bounds=(1.0,)), 1.0, generator(4))["0"].numpy()
+    assert stats.kstest(noise, "norm").pvalue > 1e-4  # fails one seed in 1e4
+
+
+def test_coordinates_and_releases_are_independent():
+    stream = generator(5)
+    first, second = (release(zeros(), 1.0, stream)["0"].numpy() for _ in range(2))
+    for a, b in [(first, second), (first[1:], first[:-1]), (first[: N // 2], first[N // 2 :])]:
+        assert abs(np.corrcoef(a, b)[0, 1]) < 5 / math.sqrt(len(a))  # each fails one seed in 2e6
+
+
+def test_groups_share_the_noise_so_that_its_power_is_least():
+    bounds, sizes, z = (1.0, 5.0, 0.2), (40, N, 3 * N), 1.3
+    value = zeros(bounds=bounds, sizes=sizes)
+    stds = noise_stds(value, z)
+    assert sum(b**2 / s**2 for b, s in zip(bounds, stds, strict=True)) == pytest.approx(1 / z**2)
+    power = sum(d * s**2 for d, s in zip(sizes, stds, strict=True))
+    assert power < min(group_noise(bounds, sizes, z, how).power for how in ("equal", "proportional"))
+    noisy = release(value, z, generator(6))
+    for k in (1, 2):
+        assert noisy[f"{k}"].std().item() == pytest.approx(stds[k], rel=5 / math.sqrt(2 * sizes[k]))
+
+
+def test_tensors_of_one_group_get_one_deviation():
+    tensors = {"weight": torch.zeros(300, 300), "bias": torch.zeros(N)}
+    noisy = release(BoundedSum(tensors, {"weight": 0, "bias": 0}, (1.0,)), 2.0, generator())
+    for noise in noisy.values():
+        assert noise.std().item() == pytest.approx(2.0, rel=5 / math.sqrt(2 * noise.numel()))
+
+
+def test_the_noise_is_added_to_the_sum_in_its_precision():
+    for dtype in (torch.float32, torch.float64):
+        base = zeros(sizes=(100,), dtype=dtype)
+        moved = BoundedSum({"0": base.tensors["0"] + 7}, base.members, base.group_bounds)
+        quiet, noisy = release(base, 1.0, generator())["0"], release(moved, 1.0, generator())["0"]
+        assert noisy.dtype == dtype
+        torch.testing.assert_close(noisy - quiet, torch.full((100,), 7.0, dtype=dtype), rtol=0, atol=1e-5)
+        assert torch.equal(base.tensors["0"], torch.zeros(100, dtype=dtype))
+
+
+def test_no_noise_leaves_the_sum_and_the_stream_alone():
+    value, stream = zeros(sizes=(5,)), generator()
+    before = stream.get_state()
+    assert torch.equal(release(value, 0, stream)["0"], value.tensors["0"])
+    assert torch.equal(stream.get_state(), before)
+
+
+def test_it_never_touches_the_global_stream():
+    before = torch.get_rng_state()
+    release(zeros(sizes=(5,)), 1.0, generator())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_whole_bound_is_the_norm_of_the_groups():
+    assert zeros(bounds=(3.0, 4.0), sizes=(1, 1)).l2_bound == 5.0
