@@ -247,7 +247,7 @@ class Capture(TorchFunctionMode):
                 self._alive.append(x)
 
     def _spreads(self, call: Call, outputs: tuple[Output, ...]) -> bool:
-        """Whether a call without data gives its sources a row per example: by expanding, or from a constant with one."""
+        """Whether a call without data gives its sources a row per example, by expanding or from a constant with one."""
         count, shape = self._batch_size, outputs[0].shape
         if count == 1:
             return False

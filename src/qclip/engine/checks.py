@@ -69,8 +69,8 @@ class State:
             owner = model.get_submodule(name.rpartition(".")[0])
             raise Refusal(
                 f"{name!r} ({type(owner).__name__}) changed in the forward pass: that would release what the data did "
-                "to it without noise; use a layer without running statistics (GroupNorm, or eval() on this module; Embedding "
-                "without max_norm), "
+                "to it without noise; use a layer without running statistics (GroupNorm, or eval() on this module; "
+                "Embedding without max_norm), "
                 f"or, if the change does not depend on the data, declare it with data_independent=[{name!r}]"
             )
 

@@ -12,7 +12,7 @@ With one position the norm is a product of two lengths and none of this is neede
 from dataclasses import dataclass
 from typing import Literal
 
-from qclip.engine.forms import Outer
+from qclip.engine.forms import Products
 
 Method = Literal["gram", "direct", "kept"]
 
@@ -22,7 +22,7 @@ class CostModel:
     """Which way is cheapest, and how much memory the kept gradients of one step may take.
 
     ``method`` overrides the choice for every layer. ``traffic`` is how many multiplications one number written to
-    memory and read again is worth; ``reuse`` how many a small product per example loses against one large one.
+    memory and read again is worth; ``overhead`` how much slower many small products are than one large one.
     """
 
     kept_bytes: int = 2**28
@@ -30,11 +30,11 @@ class CostModel:
     overhead: float = 1.3
     method: Method | None = None
 
-    def choose(self, form: Outer, available_bytes: float) -> Method:
+    def choose(self, form: Products, available_bytes: float) -> Method:
         """The cheapest way that fits the memory."""
         if self.method is not None:
             return self.method
-        t, m, n = form.positions, form.left.shape[3], form.right.shape[3]
+        t, (m, n) = form.positions, form.sides
         product = t * m * n
         costs: dict[Method, float] = {
             "gram": self.overhead * t * t * (m + n) + self.traffic * t * t + product,
@@ -45,6 +45,6 @@ class CostModel:
         return min(costs, key=lambda method: costs[method])
 
     @staticmethod
-    def kept_bytes_of(form: Outer) -> int:
+    def kept_bytes_of(form: Products) -> int:
         """How much memory all gradients of the form take."""
-        return 4 * form.left.shape[0] * form.shape.numel()
+        return 4 * form.examples * form.shape.numel()

@@ -12,7 +12,7 @@ from qclip.engine import checks
 from qclip.engine.capture import Site
 from qclip.engine.costs import CostModel
 from qclip.engine.engine import Engine, call
-from qclip.engine.forms import Outer, Rows
+from qclip.engine.forms import Products, Rows
 from qclip.engine.parts import Part, prepare
 from qclip.engine.plan import Plan, SitePlan, surrogate_losses
 
@@ -106,7 +106,7 @@ def _norms(part: Part) -> str:
         return "kept gradients"
     if isinstance(part.form, Rows):
         return f"{part.form.ids.shape[1]} rows"
-    if not isinstance(part.form, Outer):
+    if not isinstance(part.form, Products):
         return ""
     if part.form.positions == 1:
         return "1 position, product of two lengths"

@@ -1,8 +1,9 @@
 """Forms of a per-example gradient: what a rule returns, and what norms and clipped sums are computed from.
 
-A gradient of B examples is rarely needed as B full tensors. Three forms cover every layer:
+A gradient of B examples is rarely needed as B full tensors. A few forms cover every layer:
 
-- `Outer`: a sum of outer products over positions, as in linear layers and convolutions;
+- `Outer`: a sum of outer products over positions, as in linear layers (and, with its windows not yet cut out, in
+  convolutions: `qclip.engine.convolutions`);
 - `Rows`: a few rows of a large table, as in embeddings;
 - `Dense`: the B gradients themselves.
 
@@ -15,7 +16,7 @@ Shapes: B examples, G groups of channels, T positions, M x N the two sides of a 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -46,6 +47,60 @@ def scale_examples(x: Tensor, factors: Tensor) -> Tensor:
 def square_sums(x: Tensor) -> Tensor:
     """The sum of squares of each example, [B]."""
     return torch.linalg.vector_norm(full(x).flatten(1), dim=1).square() if x.dim() > 1 else full(x).square()
+
+
+class Form(Protocol):
+    """The gradients of B examples for one parameter."""
+
+    def squared_norms(self) -> Tensor:
+        """[B]."""
+        ...
+
+    def weighted_sum(self, factors: Tensor) -> Tensor:
+        """The sum of the gradients times the factors, of the parameter's shape."""
+        ...
+
+    def dense(self) -> Tensor:
+        """[B, *shape]."""
+        ...
+
+    def masked(self, keep: Tensor) -> "Form":
+        """Zero for the examples that are not kept, even where they hold NaN."""
+        ...
+
+
+@runtime_checkable
+class Products(Form, Protocol):
+    """Forms that are sums of outer products over positions, whose norms can be had in several ways."""
+
+    shape: torch.Size
+
+    @property
+    def examples(self) -> int:
+        """B."""
+        ...
+
+    @property
+    def positions(self) -> int:
+        """T."""
+        ...
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """M and N."""
+        ...
+
+    def gram_norms(self) -> Tensor:
+        """Squared norms [B], from the T x T products of the positions with one another; never forms a gradient."""
+        ...
+
+    def direct_norms(self) -> Tensor:
+        """Squared norms [B], from the gradients, formed a few at a time and thrown away."""
+        ...
+
+    def outer(self) -> "Outer":
+        """The same gradients, spelled out."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -90,6 +145,16 @@ class Outer:
         """T."""
         return self.left.shape[2]
 
+    @property
+    def sides(self) -> tuple[int, int]:
+        """M and N."""
+        return self.left.shape[3], self.right.shape[3]
+
+    @property
+    def examples(self) -> int:
+        """B."""
+        return len(self.left)
+
     def sizes(self) -> Tensor:
         """[B]: the sum of the lengths of the outer products, which no rounding error exceeds by much."""
         return (lengths(self.left) * lengths(self.right)).sum((1, 2))
@@ -113,6 +178,10 @@ class Outer:
         pairs = zip(self.left.split(step), self.right.split(step), strict=True)
         squares = torch.cat([square_sums(torch.matmul(full(left).mT, full(right))) for left, right in pairs])
         return from_above(squares, self.sizes())
+
+    def outer(self) -> "Outer":
+        """Itself."""
+        return self
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """The sum of the gradients times the factors, by one product per group of channels."""
@@ -183,9 +252,6 @@ class Rows:
         return Rows(self.ids, keep_examples(self.grads, keep), self.shape)
 
 
-Form = Dense | Outer | Rows
-
-
 def joint_squared_norms(outer: Outer, table: Rows) -> Tensor:
     """[B]: the squared norm of a sum of both, as for the weight of a tied embedding and head, cross term included."""
     left, right = full(outer.left).squeeze(1), full(outer.right).squeeze(1)
@@ -198,7 +264,7 @@ def joint_squared_norms(outer: Outer, table: Rows) -> Tensor:
 
 def join(forms: Sequence[Form]) -> list[Form]:
     """Several gradients of one parameter as one form, or as one sum of outer products and one table that meet in it."""
-    outers = [form for form in forms if isinstance(form, Outer)]
+    outers = [form.outer() for form in forms if isinstance(form, Products)]
     tables = [form for form in forms if isinstance(form, Rows)]
     if len(outers) + len(tables) < len(forms) or (tables and any(outer.left.shape[1] > 1 for outer in outers)):
         total = forms[0].dense()

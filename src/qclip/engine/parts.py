@@ -9,7 +9,7 @@ from torch import Tensor
 from qclip.engine import checks, derivations
 from qclip.engine.capture import Site, Source, output_gradients
 from qclip.engine.costs import CostModel, Method
-from qclip.engine.forms import Dense, Form, Outer, Rows, join, joint_squared_norms
+from qclip.engine.forms import Dense, Form, Outer, Products, Rows, join, joint_squared_norms
 from qclip.engine.plan import Plan, gradient_forms
 from qclip.engine.refusal import Refusal
 from qclip.engine.rules.registry import Gradient
@@ -75,8 +75,8 @@ def require_totals(sites: Sequence[Site], plan: Plan, losses: Tensor, parameters
         if bool(difference > tolerance * (size + torch.linalg.vector_norm(wanted)) + noise):
             functions = ", ".join(sorted({str(site) for site in sites if name in site.parameters}))
             raise Refusal(
-                f"the gradients of {name!r} do not add up to autograd's: a registered rule for {functions or 'it'} is wrong, "
-                "or the model does something that the engine does not see; compare with qclip.engine.oracle"
+                f"the gradients of {name!r} do not add up to autograd's: a registered rule for {functions or 'it'} is "
+                "wrong, or the model does something that the engine does not see; compare with qclip.engine.oracle"
             )
 
 
@@ -113,7 +113,7 @@ def prepare(parts: Parts, costs: CostModel) -> None:
     available = costs.kept_bytes
     for found in parts.values():
         part = found[0] if len(found) == 1 else None
-        if part is None or not isinstance(part.form, Outer) or part.form.positions == 1:
+        if part is None or not isinstance(part.form, Products) or part.form.positions == 1:
             continue
         part.method = costs.choose(part.form, available)
         if part.method == "kept":
@@ -129,7 +129,7 @@ def squared_norms(found: Sequence[Part]) -> Tensor:
         assert isinstance(table, Rows)
         return joint_squared_norms(outer, table)
     form, method = found[0].form, found[0].method
-    if isinstance(form, Outer) and method is not None:
+    if isinstance(form, Products) and method is not None:
         return form.gram_norms() if method == "gram" else form.direct_norms()
     return form.squared_norms()
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from qclip.engine import batch as batches
 from qclip.engine import fallback
 from qclip.engine.capture import Capture, Site, output_gradients
-from qclip.engine.forms import Dense, Form
+from qclip.engine.forms import Dense, Products, Rows
 from qclip.engine.layouts import Layout, Single, candidates
 from qclip.engine.refusal import Refusal
 from qclip.engine.rules.registry import Gradient
@@ -250,8 +250,10 @@ def _ways(site: Site) -> Iterator[tuple[bool, int | None]]:
 def _fits(gradient: Gradient | None, shape: torch.Size, batch_size: int) -> bool:
     if gradient is None:
         return False
-    form: Form = gradient() if callable(gradient) else gradient
-    return form.grads.shape == (batch_size, *shape) if isinstance(form, Dense) else form.shape == shape
+    form = gradient() if callable(gradient) else gradient
+    if isinstance(form, Dense):
+        return form.grads.shape == (batch_size, *shape)
+    return isinstance(form, (Products, Rows)) and form.shape == shape
 
 
 def _owns(layout: Layout, grads: Sequence[Tensor | None], half: Tensor, batch_size: int) -> bool:
@@ -282,7 +284,8 @@ def _require_same_values(recapture: Recapture, batch: Any, batch_size: int, plan
         raise Refusal(
             f"examples mix: replacing some examples changed the losses of others, {where}. Per-example clipping needs "
             "a model in which they do not: replace batch statistics (BatchNorm by GroupNorm), attention or contrast "
-            "across the batch; inputs that are not one row per example must not have the batch's length as first dimension"
+            "across the batch; inputs that are not one row per example must not have the batch's length as first "
+            "dimension"
         )
 
 

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qclip.engine.forms import Dense, Outer
+from qclip.engine.convolutions import Geometry, Windows
+from qclip.engine.forms import Dense
 from qclip.engine.rules.registry import Gradient, register_rule
 
 Sizes = int | Sequence[int]
@@ -29,41 +30,16 @@ def convolution(
         return {}  # a single image without its batch dimension
     strides, dilations = _each(stride, spatial), _each(dilation, spatial)
 
-    def weight_gradient() -> Outer:
-        pads = _pads(padding, weight.shape[2:], dilations)
-        columns = windows(input.flatten(0, 1), weight.shape[2:], strides, pads, dilations)
-        return Outer(
-            _by_group(grad.flatten(0, 1), groups, grad.shape), _by_group(columns, groups, grad.shape), weight.shape
-        )
+    def weight_gradient() -> Windows:
+        images, pads = input.flatten(0, 1), _pads(padding, weight.shape[2:], dilations)
+        if any(before != after for before, after in pads):
+            images = F.pad(images, [side for pair in reversed(pads) for side in pair])
+            pads = [(0, 0)] * spatial
+        symmetric = tuple(before for before, _ in pads)
+        geometry = Geometry(strides, symmetric, dilations, groups)
+        return Windows(images, grad.flatten(0, 1), len(grad), weight.shape, geometry)
 
     return {"weight": weight_gradient, "bias": lambda: Dense(grad.sum((1, *range(3, grad.dim()))))}
-
-
-def windows(
-    images: Tensor,
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    pads: Sequence[tuple[int, int]],
-    dilations: Sequence[int],
-) -> Tensor:
-    """What each output position sees: [rows, channels * kernel, positions]."""
-    if len(kernel) == 2 and all(before == after for before, after in pads):
-        if tuple(kernel) == (1, 1) and not any(before for before, _ in pads):
-            return images[:, :, :: strides[0], :: strides[1]].flatten(2)
-        return F.unfold(images, tuple(kernel), tuple(dilations), tuple(before for before, _ in pads), tuple(strides))
-    images = F.pad(images, [side for pair in reversed(pads) for side in pair])
-    for k, (length, step, spread) in enumerate(zip(kernel, strides, dilations, strict=True)):
-        images = images.unfold(2 + k, spread * (length - 1) + 1, step)[..., ::spread]
-    count = len(kernel)  # now [rows, channels, *positions, *kernel]
-    order = (0, 1, *range(2 + count, 2 + 2 * count), *range(2, 2 + count))
-    return images.permute(order).flatten(1 + count + 1).flatten(1, 1 + count)
-
-
-def _by_group(x: Tensor, groups: int, grad_shape: torch.Size) -> Tensor:
-    """[B * rows, groups * channels, positions...] as [B, groups, rows * positions, channels]."""
-    count, rows = grad_shape[:2]
-    x = x.flatten(2).view(count, rows, groups, x.shape[1] // groups, -1)
-    return x.permute(0, 2, 1, 4, 3).flatten(2, 3)
 
 
 def _each(value: Sizes, count: int) -> tuple[int, ...]:
