@@ -34,6 +34,8 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
+	$(BIN)/pip install --quiet -c constraints.txt opacus
+	$(BIN)/qclip bench --device cpu
 	$(BIN)/python benchmarks/simulate.py
 
 figures: setup

@@ -5,6 +5,7 @@ mode includes forward pass, backward pass and the SGD update; the private ones a
 """
 
 import gc
+import importlib.metadata
 import importlib.util
 import statistics
 import time
@@ -51,7 +52,9 @@ class Row:
     case: str
     mode: str
     ms: float
+    """Median time of a step."""
     peak_bytes: int
+    """Most memory in use during a step beyond what was there before it."""
     ratio_time: float
     """To the plain step."""
     ratio_memory: float
@@ -231,16 +234,33 @@ MODES: dict[str, Callable[..., Step]] = {
 }
 
 
-def run(device: str = "cpu", *, rounds: int = 15, cases: Sequence[str] = ()) -> list[Row]:
-    """Measure every case in every mode."""
+def describe(device: str) -> str:
+    """The machine and the versions, for the head of a table."""
+    where = (
+        torch.cuda.get_device_name(device) if device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
+    )
+    opacus = f", opacus {importlib.metadata.version('opacus')}" if importlib.util.find_spec("opacus") else ""
+    return f"{where}, torch {torch.__version__}{opacus}, float32"
+
+
+def run(
+    device: str = "cpu", *, rounds: int = 15, cases: Sequence[str] = (), say: Callable[[str], object] | None = None
+) -> list[Row]:
+    """Measure every case in every mode; ``say`` is told what is being measured."""
     for name in cases:
         check.choice("case", name, [case.name for case in CASES])
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise check.refuse("device", device, "a device of this machine", "torch finds no GPU here; use cpu")
+    if not device.startswith(("cpu", "cuda")):
+        raise check.refuse("device", device, "cpu or cuda", "other devices have no measure of memory")
     modes = {name: make for name, make in MODES.items() if "opacus" not in name or importlib.util.find_spec("opacus")}
     rows = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Opacus's, about its own hooks
         for case in CASES:
             if not cases or case.name in cases:
+                if say is not None:
+                    say(f"measuring {case.name}")
                 rows += _measure(case, modes, torch.device(device), rounds)
     return rows
 

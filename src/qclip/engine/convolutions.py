@@ -10,7 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qclip.engine.forms import Outer, chunk, from_above, full, keep_examples, lengths, scale_examples, square_sums
+from qclip.engine.forms import (
+    Outer,
+    Products,
+    chunk,
+    from_above,
+    full,
+    keep_examples,
+    lengths,
+    scale_examples,
+    square_sums,
+)
 
 
 @dataclass(frozen=True)
@@ -24,17 +34,28 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Windows:
+class Windows(Products):
     """A convolution over R images per example: inputs, output gradients, and how the windows lie."""
 
     images: Tensor
     """[B R, C, *space]."""
     grads: Tensor
     """[B R, M, *positions]."""
-    examples: int
+    count: int
+    """B."""
     shape: torch.Size
     """The weight's shape, [M, C / groups, *kernel]."""
     geometry: Geometry
+
+    @property
+    def size(self) -> int:
+        """G M N."""
+        return self.shape.numel()
+
+    @property
+    def examples(self) -> int:
+        """B."""
+        return self.count
 
     @property
     def positions(self) -> int:
@@ -45,6 +66,11 @@ class Windows:
     def sides(self) -> tuple[int, int]:
         """M and N of one group's outer products."""
         return self.shape[0] // self.geometry.groups, self.shape[1:].numel()
+
+    @property
+    def spelled_out(self) -> int:
+        """Every window, and the gradients in another order."""
+        return self.positions * sum(self.sides) * self.geometry.groups
 
     def squared_norms(self) -> Tensor:
         """[B], by the cheaper of the two ways that keep nothing."""

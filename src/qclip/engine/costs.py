@@ -2,7 +2,7 @@
 
 For T positions and an M x N weight, per example and up to a common factor:
 
-- *gram*: T^2 (M + N) for the norm, T M N for the sum; memory T^2;
+- *gram*: T^2 (M + N) for the norm (a convolution's windows written out first), T M N for the sum; memory T^2;
 - *direct*: T M N for the norm, the gradients thrown away, T M N again for the sum; memory for a few examples;
 - *kept*: T M N for the norm, the gradients kept, so that the sum only reads them: M N; memory M N for every example.
 
@@ -37,7 +37,7 @@ class CostModel:
         t, (m, n) = form.positions, form.sides
         product = t * m * n
         costs: dict[Method, float] = {
-            "gram": self.overhead * t * t * (m + n) + self.traffic * t * t + product,
+            "gram": self.overhead * t * t * (m + n) + self.traffic * (t * t + form.spelled_out) + product,
             "direct": self.overhead * product + self.traffic * m * n + product,
         }
         if self.kept_bytes_of(form) <= available_bytes:
@@ -47,4 +47,4 @@ class CostModel:
     @staticmethod
     def kept_bytes_of(form: Products) -> int:
         """How much memory all gradients of the form take."""
-        return 4 * form.examples * form.shape.numel()
+        return 4 * form.examples * form.size

@@ -14,9 +14,10 @@ units of rounding of the summands' sizes. That matters only where the summands n
 Shapes: B examples, G groups of channels, T positions, M x N the two sides of a weight.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -49,62 +50,69 @@ def square_sums(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(full(x).flatten(1), dim=1).square() if x.dim() > 1 else full(x).square()
 
 
-class Form(Protocol):
+class Form(ABC):
     """The gradients of B examples for one parameter."""
 
+    @abstractmethod
     def squared_norms(self) -> Tensor:
         """[B]."""
-        ...
 
+    @abstractmethod
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """The sum of the gradients times the factors, of the parameter's shape."""
-        ...
 
+    @abstractmethod
     def dense(self) -> Tensor:
         """[B, *shape]."""
-        ...
 
+    @abstractmethod
     def masked(self, keep: Tensor) -> "Form":
         """Zero for the examples that are not kept, even where they hold NaN."""
-        ...
 
 
-@runtime_checkable
-class Products(Form, Protocol):
+class Products(Form):
     """Forms that are sums of outer products over positions, whose norms can be had in several ways."""
 
-    shape: torch.Size
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """How many numbers one example's gradient has."""
 
     @property
+    @abstractmethod
     def examples(self) -> int:
         """B."""
-        ...
 
     @property
+    @abstractmethod
     def positions(self) -> int:
         """T."""
-        ...
 
     @property
+    @abstractmethod
     def sides(self) -> tuple[int, int]:
         """M and N."""
-        ...
 
+    @property
+    @abstractmethod
+    def spelled_out(self) -> int:
+        """How many numbers per example `outer` has to write."""
+
+    @abstractmethod
     def gram_norms(self) -> Tensor:
         """Squared norms [B], from the T x T products of the positions with one another; never forms a gradient."""
-        ...
 
+    @abstractmethod
     def direct_norms(self) -> Tensor:
         """Squared norms [B], from the gradients, formed a few at a time and thrown away."""
-        ...
 
+    @abstractmethod
     def outer(self) -> "Outer":
         """The same gradients, spelled out."""
-        ...
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Form):
     """The gradients of all examples, one tensor of the parameter's shape each: [B, *shape]."""
 
     grads: Tensor
@@ -130,7 +138,7 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class Outer:
+class Outer(Products):
     """Sums of outer products: example b's gradient is ``left[b].mT @ right[b]``, as [G, M, N], seen in ``shape``."""
 
     left: Tensor
@@ -151,9 +159,19 @@ class Outer:
         return self.left.shape[3], self.right.shape[3]
 
     @property
+    def size(self) -> int:
+        """G M N."""
+        return self.shape.numel()
+
+    @property
     def examples(self) -> int:
         """B."""
         return len(self.left)
+
+    @property
+    def spelled_out(self) -> int:
+        """Nothing to write."""
+        return 0
 
     def sizes(self) -> Tensor:
         """[B]: the sum of the lengths of the outer products, which no rounding error exceeds by much."""
@@ -208,7 +226,7 @@ class Outer:
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Form):
     """A few rows of a table: example b's gradient has ``grads[b, s]`` added to row ``ids[b, s]``, for every s."""
 
     ids: Tensor

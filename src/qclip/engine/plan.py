@@ -24,7 +24,8 @@ from torch import Tensor
 from qclip.engine import batch as batches
 from qclip.engine import fallback
 from qclip.engine.capture import Capture, Site, output_gradients
-from qclip.engine.forms import Dense, Products, Rows
+from qclip.engine.convolutions import Windows
+from qclip.engine.forms import Dense, Outer, Rows
 from qclip.engine.layouts import Layout, Single, candidates
 from qclip.engine.refusal import Refusal
 from qclip.engine.rules.registry import Gradient
@@ -253,7 +254,7 @@ def _fits(gradient: Gradient | None, shape: torch.Size, batch_size: int) -> bool
     form = gradient() if callable(gradient) else gradient
     if isinstance(form, Dense):
         return form.grads.shape == (batch_size, *shape)
-    return isinstance(form, (Products, Rows)) and form.shape == shape
+    return isinstance(form, (Outer, Windows, Rows)) and form.shape == shape
 
 
 def _owns(layout: Layout, grads: Sequence[Tensor | None], half: Tensor, batch_size: int) -> bool:
