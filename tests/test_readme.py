@@ -4,15 +4,36 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_ten_lines_run(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def python_blocks(text):
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def run(code, capsys):
     exec(compile(code, "README.md", "exec"), {})
-    printed = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def test_private_training_in_ten_lines_runs(capsys):
+    torch.manual_seed(0)
+    printed = run(python_blocks(README)[0], capsys)
+    accuracy, epsilon = map(float, re.findall(r"accuracy ([\d.]+) at epsilon ([\d.]+)", printed)[0])
+    assert accuracy > 0.8
+    assert epsilon <= 3
+
+
+def test_the_engine_page_runs(capsys):
+    (code,) = python_blocks((ROOT / "docs/engine.md").read_text())
+    assert "0.weight" in run(code, capsys)
+
+
+def test_the_theory_in_ten_lines_runs(capsys):
+    printed = run(python_blocks(README)[1], capsys)
     measured, guaranteed = map(float, re.findall(r"measured ([\d.]+), guaranteed ([\d.]+)", printed)[0])
     assert measured <= guaranteed
 

@@ -188,6 +188,7 @@ class Engine:
     def _plan(self, run: "Run", unseen: list[str], evaluate: Evaluate, batch: Any, live: Tensor | None) -> Plan:
         key = (
             run.count,
+            live is None,
             tuple(unseen),
             signature(run.capture.sites),
             tuple(module.training for module in self.model.modules()),
