@@ -15,6 +15,7 @@ from qclip.engine.groups import partition
 
 quiet = [
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
+    pytest.mark.filterwarnings("ignore:data decide which rows of the batch go where:UserWarning"),
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),
 ]
 """What torch itself says about some rows."""

@@ -21,9 +21,9 @@ def numbers(generator, *shape, dtype=torch.float32):
 
 
 @st.composite
-def outers(draw, groups=few, positions=st.integers(0, 6)):
+def outers(draw, groups=few):
     g = torch.Generator().manual_seed(draw(seeds))
-    B, G, T, M, N = draw(st.integers(0, 4)), draw(groups), draw(positions), draw(few), draw(few)
+    B, G, T, M, N = draw(st.integers(0, 4)), draw(groups), draw(st.integers(0, 6)), draw(few), draw(few)
     dtype = draw(dtypes)
     left, right = numbers(g, B, G, T, M, dtype=dtype), numbers(g, B, G, T, N, dtype=dtype)
     return Outer(left, right, torch.Size((G * M, N)))

@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from qclip.engine import rules
+from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 
 
@@ -90,10 +91,12 @@ class Site:
     """Where the gradient goes on to, for each differentiable data argument: any of its nodes."""
     cast_to: torch.dtype | None
     """What autocast made of the call's tensors; None without autocast."""
-    random_state: Tensor | None
-    """The generator's state before a call that may have to be run again."""
+    random_state: RandomState | None
+    """The generators before a call that may have to be run again."""
     value: Tensor | None
     """The first output as it was, where a check asked for it."""
+    spread: int | None
+    """For a call without data, taken for a site because it seems to give rows to examples: the how-manieth it was."""
 
     @property
     def parameters(self) -> list[str]:
@@ -122,6 +125,16 @@ def output_gradients(
     return [[next(shaped) for _ in site.outputs] for site in sites]
 
 
+_T = torch.Tensor
+# Functions that take or put rows where an index says.
+_ROUTERS = {
+    _T.__getitem__, _T.__setitem__, torch.index_select, _T.index_select, torch.gather, _T.gather, torch.take, _T.take,
+    torch.take_along_dim, _T.take_along_dim, torch.masked_select, _T.masked_select, torch.scatter, _T.scatter,
+    _T.scatter_, torch.scatter_add, _T.scatter_add, _T.scatter_add_, torch.index_add, _T.index_add,
+    _T.index_add_, torch.index_copy, _T.index_copy, _T.index_copy_, torch.index_put, _T.index_put, _T.index_put_,
+}  # fmt: skip
+
+
 class Capture(TorchFunctionMode):
     """Records the sites of what runs inside it."""
 
@@ -131,12 +144,21 @@ class Capture(TorchFunctionMode):
         constants: Iterable[Tensor],
         batch_size: int,
         *,
+        not_spreading: Collection[int] = (),
         keep_values: bool = False,
+        observe: Callable[[int, Tensor], None] | None = None,
     ) -> None:
         super().__init__()
         self.sites: list[Site] = []
+        self.fingerprint = 0
+        """Of every call: which function, what shapes, which whole numbers."""
+        self.routes = False
+        """Whether data decide which rows of a dimension that may hold examples go where."""
         self._batch_size = batch_size
         self._keep_values = keep_values
+        self._observe = observe
+        self._not_spreading = not_spreading
+        self._spread = -1
         self.parameters = parameters  # tensors are kept alive so that their ids stay theirs
         self._sources = {
             id(p): Source(get_gradient_edge(p), p.shape, p.dtype, frozenset([name])) for name, p in parameters.items()
@@ -152,7 +174,9 @@ class Capture(TorchFunctionMode):
         function, kwargs = func, kwargs or {}
         found = list(tensors(args)) + list(tensors(kwargs.values()))
         if not any(id(x) in self._sources for x in found):
-            return self._note_constant(function(*args, **kwargs), found)
+            result = self._note_constant(function(*args, **kwargs), found)
+            self._note_call(function, args, kwargs, result)
+            return result
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         opened = rules.DECOMPOSITIONS.get(function) or (_opened(function) if rules.find(function) is None else None)
@@ -163,16 +187,56 @@ class Capture(TorchFunctionMode):
             except NotImplementedError as error:
                 call = self._describe(function, args, kwargs)
                 raise Refusal(f"{call}: {error}") from error
-        return self._call(function, args, kwargs, found)
+        result = self._call(function, args, kwargs, found)
+        self._note_call(function, args, kwargs, result)
+        return result
+
+    def _note_call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Add a call to the fingerprint, and notice rows that are moved about by data."""
+        shapes = tuple(x.shape for x in tensors((result,)))
+        if shapes or is_in_place(function):
+            static = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, (int, str)))
+            self.fingerprint = hash((self.fingerprint, function, shapes, static))
+            if function in _ROUTERS and not self.routes:
+                self.routes = self._routes(args, kwargs)
+
+    def _routes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether data say which rows are taken, along a dimension that may hold examples."""
+        rows, *rest = (*args, *kwargs.values())
+        if not isinstance(rows, Tensor) or id(rows) in self._sources or id(rows) in self._constants:
+            return False
+        dims = [x for x in rest if isinstance(x, int)]
+        k = dims[0] % max(rows.dim(), 1) if dims and not isinstance(rest[0], (tuple, Tensor)) else 0
+        for index in rest[0] if rest and isinstance(rest[0], tuple) else [x for x in rest if isinstance(x, Tensor)][:1]:
+            if index is Ellipsis:
+                k = rows.dim() - 1  # what follows counts from the end; the last dimension stands for it
+                continue
+            width = (
+                0 if index is None else index.dim() if isinstance(index, Tensor) and index.dtype == torch.bool else 1
+            )
+            by_data = isinstance(index, Tensor) and index.dim() > 0 and id(index) not in self._constants
+            if by_data and any(self._may_hold(rows.shape[j], j) for j in range(k, min(k + width, rows.dim()))):
+                return True
+            k += width
+        return False
+
+    def _may_hold(self, length: int, dim: int = 0) -> bool:
+        """Whether a dimension may hold examples: one row each, or several in the first dimension."""
+        return self._batch_size > 1 and (
+            length == self._batch_size or (dim == 0 and length > 0 and length % self._batch_size == 0)
+        )
 
     def _note_constant(self, result: Any, found: list[Tensor]) -> Any:
         constant = all(id(x) in self._constants for x in found)
         fixed = constant and any(id(x) in self._fixed for x in found)
+        rows = (self._batch_size,)
         for x in tensors((result,)):
             if constant and not x.requires_grad:
                 self._constants[id(x)] = x
-                if fixed:
-                    self._fixed.add(id(x))
+                if fixed and (x.shape[:1] != rows or any(other.shape[:1] == rows for other in found)):
+                    self._fixed.add(id(x))  # not expanded to a row per example just now
             elif id(x) in self._constants:  # data was written into it
                 del self._constants[id(x)]
                 self._fixed.discard(id(x))
@@ -184,7 +248,7 @@ class Capture(TorchFunctionMode):
         data = [x for x in found if id(x) not in self._sources and (x.requires_grad or id(x) not in self._constants)]
         entry = rules.find(function)
         # A call without a rule may have to be run again, so its randomness must be known.
-        random_state = None if entry is not None or not data else torch.get_rng_state()
+        random_state = None if entry is not None or not data else RandomState.now(data[0].device)
         nodes = tuple(frozenset({get_gradient_edge(x).node, _lasting_edge(x).node}) for x in data if x.requires_grad)
         call = self._describe(function, args, kwargs)
         result = function(*args, **kwargs)
@@ -199,7 +263,7 @@ class Capture(TorchFunctionMode):
         )
         if not outputs:
             return result if data else self._note_constant(result, [])
-        if not data and (entry is None or not self._spreads(call, outputs)):
+        if not data and (entry is None or not self._is_spreading(call, outputs)):
             self._derive(call, results)
             return result
         if entry is None and not _depends(outputs, call.sources.values(), nodes):
@@ -207,10 +271,15 @@ class Capture(TorchFunctionMode):
         first = results[outputs[0].position].detach()
         cast_to = first.dtype if torch.is_autocast_enabled(first.device.type) else None
         value = first.clone() if self._keep_values else None
-        self.sites.append(Site(call, entry, outputs, nodes, cast_to, random_state, value))
+        if self._observe is not None:
+            self._observe(len(self.sites), first)
+        self.sites.append(
+            Site(call, entry, outputs, nodes, cast_to, random_state, value, None if data else self._spread)
+        )
         for x in results:  # data by now, whatever it was before
             self._sources.pop(id(x), None)
             self._constants.pop(id(x), None)
+            self._fixed.discard(id(x))
         return result
 
     def _describe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -246,6 +315,12 @@ class Capture(TorchFunctionMode):
                 self._sources[id(x)] = Source(get_gradient_edge(x), x.shape, x.dtype, names, call, parents)
                 self._alive.append(x)
 
+    def _is_spreading(self, call: Call, outputs: tuple[Output, ...]) -> bool:
+        if not self._spreads(call, outputs):
+            return False
+        self._spread += 1
+        return self._spread not in self._not_spreading
+
     def _spreads(self, call: Call, outputs: tuple[Output, ...]) -> bool:
         """Whether a call without data gives its sources a row per example, by expanding or from a constant with one."""
         count, shape = self._batch_size, outputs[0].shape
@@ -257,7 +332,8 @@ class Capture(TorchFunctionMode):
             return shape[:1] == (count,) and any(x.dim() > 1 and x.shape[0] == count for x in constants)
         brought = [source.shape for source in call.sources.values()]
         return any(
-            shape[-k] == count and all(len(s) < k or s[-k] != count for s in brought) for k in range(1, len(shape) + 1)
+            self._may_hold(shape[-k], len(shape) - k) and all(len(s) < k or s[-k] == 1 for s in brought)
+            for k in range(1, len(shape) + 1)
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils import _pytree as pytree
 
 from qclip.engine.capture import Site, is_in_place
 from qclip.engine.refusal import Refusal
@@ -41,6 +42,11 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
         if parameter.dtype not in (torch.float32, torch.float64, torch.bfloat16):
             raise Refusal(
                 f"parameter {name!r} is {parameter.dtype}; real floating-point parameters are supported, not this"
+            )
+        if parameter._backward_hooks:
+            raise Refusal(
+                f"parameter {name!r} has a gradient hook, which sees no per-example gradient; remove it, or change the "
+                "gradient after it was released"
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise Refusal(f"parameter {name!r} has no shape yet; run one batch through the model first")
@@ -81,6 +87,18 @@ def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
+def require_inputs(batch: Any) -> None:
+    """Only tensors, numbers and text: what else a batch holds could not be told apart by example."""
+    for leaf in pytree.tree_leaves(batch):
+        if not isinstance(leaf, (Tensor, int, float, str, bool, type(None), torch.dtype, torch.device)):
+            raise Refusal(
+                f"the batch holds a {type(leaf).__name__}; pass tensors, numbers and text, in tuples, lists or dicts "
+                "(dict(batch) of a mapping, torch.from_numpy of an array)"
+            )
+        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+            raise Refusal(f"the batch holds a {leaf.layout} tensor; pass a dense one (to_dense())")
+
+
 def require_losses(losses: Any, batch_size: int) -> None:
     """One loss per example, differentiable."""
     if not isinstance(losses, Tensor):
@@ -108,8 +126,13 @@ def require_losses(losses: Any, batch_size: int) -> None:
         )
 
 
-def unseen_parameters(losses: Tensor, sites: Sequence[Site], parameters: Mapping[str, Tensor]) -> list[str]:
-    """The parameters that the loss depends on by a way that no site accounts for, by autograd's own graph."""
+def unseen_parameters(
+    losses: Tensor, sites: Sequence[Site], parameters: Mapping[str, Tensor]
+) -> tuple[list[str], list[bool]]:
+    """The parameters that the loss depends on by a way that no site accounts for, by autograd's own graph.
+
+    And which sites it depends on.
+    """
     names = {get_gradient_edge(p).node: name for name, p in parameters.items()}
     at_site = {output.edge.node: site for site in sites for output in site.outputs}
     found: set[str] = set()
@@ -132,7 +155,8 @@ def unseen_parameters(losses: Tensor, sites: Sequence[Site], parameters: Mapping
                     "activation checkpointing with use_reentrant=True hides its graph; pass use_reentrant=False"
                 )
             ahead.extend(_following(node))
-    return [name for name in parameters if name in found]
+    reached = [any(output.edge.node in seen for output in site.outputs) for site in sites]
+    return [name for name in parameters if name in found], reached
 
 
 def _behind(node: Node, at_site: Mapping[Node, Site], names: Mapping[Node, str]) -> tuple[list[Node], set[str]]:
@@ -173,6 +197,20 @@ def require_unchanged_inputs(sites: Iterable[Site]) -> None:
                     f"an input of {site} was changed in place after it was used; replace the in-place operation on it "
                     "(such as x += y) by one that makes a new tensor (x = x + y)"
                 )
+
+
+def require_untouched_grads(
+    parameters: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor | None, int | None]]
+) -> None:
+    """Refuse a backward pass that writes raw gradients by itself, as reentrant checkpoints and reversible layers do."""
+    for name, parameter in parameters.items():
+        grad, version = before[name]
+        if parameter.grad is not grad or (grad is not None and grad._version != version):
+            parameter.grad = grad if parameter.grad is not grad else None
+            raise Refusal(
+                f"the backward pass wrote a raw gradient into {name!r}: a custom function calls backward() inside; use "
+                "torch.utils.checkpoint with use_reentrant=False, or return the gradients from the function"
+            )
 
 
 Evaluate = Callable[[Any], Tensor]

@@ -50,6 +50,8 @@ def keeps_norm(source: Source) -> bool:
         basic = source.call.function is _T.__getitem__ and _is_basic(source.call.args[1])
         if not (basic or source.call.function in _SELECTIONS) or source.dtype not in (torch.float32, torch.float64):
             return False
+        if len(source.parents) != 1:
+            return False
         (source,) = source.parents
     return True
 

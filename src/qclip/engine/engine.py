@@ -1,9 +1,11 @@
 """The eager driver: one forward pass, one backward pass to the sites, norms, clip factors, sums."""
 
 import sys
+import types
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +19,20 @@ from qclip.engine.checks import Evaluate
 from qclip.engine.costs import CostModel
 from qclip.engine.forms import Dense, scale_examples
 from qclip.engine.groups import ClipNorm, GroupSpec, l2_bound, partition
-from qclip.engine.parts import Part, Parts, accumulator, collect, prepare, require_totals, squared_norms, weighted_sum
-from qclip.engine.plan import Plan, make_plan, perturbed, require_separate_losses, signature, surrogate_losses
+from qclip.engine.parts import (
+    Part,
+    Parts,
+    accumulator,
+    collect,
+    plain_gradients,
+    prepare,
+    require_totals,
+    squared_norms,
+    weighted_sum,
+)
+from qclip.engine.plan import Plan, signature
+from qclip.engine.proof import NotSpreading, Trial, perturbed, prove
+from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 from qclip.engine.result import ClippedGradients
 from qclip.engine.watch import Watch, Watched
@@ -28,7 +42,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
     """The model on its inputs: a dict is keyword arguments, a tuple or list positional ones, else the one argument."""
     if isinstance(inputs, dict):
         return model(**inputs)
-    if isinstance(inputs, (tuple, list)):
+    if type(inputs) in (tuple, list):  # a named tuple is one argument
         return model(*inputs)
     return model(inputs)
 
@@ -47,14 +61,16 @@ class Engine:
         groups: GroupSpec = "flat",
         data_independent: Sequence[str] = (),
         costs: CostModel | None = None,
-        plans: dict[Any, Plan] | None = None,
+        plans: "Plans | None" = None,
     ) -> None:
         self.model = checks.unwrapped(model)
         self.parameters = checks.trainable(self.model)
         self.groups = partition(self.parameters, groups)
         self.data_independent = tuple(data_independent)
         self.costs = costs or CostModel()
-        self._plans: dict[Any, Plan] = {} if plans is None else plans
+        self._plans: Plans = {} if plans is None else plans
+        self._not_spreading: dict[int, frozenset[int]] = {}
+        self._warned = False
         self._watch: Watch | None = None
         self._recording = False
 
@@ -72,7 +88,7 @@ class Engine:
         if count == 0:
             return self._nothing(thresholds)
         run = self.record(evaluate, batch, count)
-        return self._finish(run, run.losses, evaluate, batch, thresholds, mask)
+        return self._finish(run, evaluate, batch, thresholds, mask)
 
     def watch(self, batch_size: Callable[[], int | None]) -> Watch:
         """From now on, capture every forward pass of the model that is called with gradients enabled.
@@ -106,29 +122,40 @@ class Engine:
         watched = self._watch.last if self._watch is not None else None
         if self._watch is None or watched is None:
             raise Refusal(
-                "no forward pass to take gradients from; call the model on the batch, with gradients enabled, "
-                "before its loss"
+                "no forward pass to take gradients from; call the model on the batch, with gradients enabled, before "
+                "its loss (the model itself: a compiled one cannot be watched)"
             )
         self._watch.last = None
-        thresholds = self.groups.thresholds(clip_norm)
-        watched.run.state.require_unmoved(self.model, self.data_independent)
-        losses = loss(outputs, targets)
         find = watched.finder(outputs)
+        if find is None:
+            raise Refusal(
+                "``outputs`` must be what the model just returned, or a part of it; put what is computed from it into "
+                "the loss, such as lambda outputs, targets: criterion(outputs.squeeze(1), targets)"
+            )
 
         def evaluate(batch: Any) -> Tensor:
             (args, kwargs), others = batch
-            returned = self.model(*args, **kwargs)
-            return surrogate_losses(returned, watched.run.count) if find is None else loss(find(returned), others)
+            return loss(find(self.model(*args, **kwargs)), others)
 
-        if find is None:
-            require_separate_losses(loss, outputs, targets, losses, watched.run.count)
+        run = watched.run
+        run.state.require_unmoved(self.model, self.data_independent)
+        run.losses = loss(outputs, targets)
         batch = ((watched.args, watched.kwargs), targets)
-        return self._finish(watched.run, losses, evaluate, batch, thresholds, mask, rerunnable=find is not None)
+        return self._finish(run, evaluate, batch, self.groups.thresholds(clip_norm), mask, kind=loss)
 
-    def record(self, evaluate: Evaluate, batch: Any, count: int, *, keep_values: bool = False) -> "Run":
+    def record(
+        self,
+        evaluate: Evaluate,
+        batch: Any,
+        count: int,
+        *,
+        keep_values: bool = False,
+        observe: Callable[[int, Tensor], None] | None = None,
+    ) -> "Run":
         """Run the evaluation with every use of a parameter captured."""
-        run = self._begin(batch, count, keep_values=keep_values)
+        run = self._begin(batch, count, keep_values=keep_values, observe=observe)
         self._recording = True
+        versions = [(x, x._version) for x in batches.tensors(batch)]
         try:
             with torch.enable_grad(), ExitStack() as stack:
                 run.enter(stack)
@@ -136,10 +163,24 @@ class Engine:
         finally:
             self._recording = False
         run.state.require_unmoved(self.model, self.data_independent)
+        if any(x._version != version for x, version in versions):
+            raise Refusal(
+                "the model changes its input in place; let it make a new tensor (x = x - 1 instead of x -= 1)"
+            )
         return run
 
-    def _begin(self, batch: Any, count: int, *, keep_values: bool = False) -> "Run":
+    def _begin(
+        self,
+        batch: Any,
+        count: int,
+        *,
+        keep_values: bool = False,
+        observe: Callable[[int, Tensor], None] | None = None,
+    ) -> "Run":
         """A capture ready to be entered."""
+        if torch.is_inference_mode_enabled():
+            raise Refusal("no gradients in inference mode; leave torch.inference_mode() for training")
+        checks.require_inputs(batch)
         current = checks.trainable(self.model)
         if list(current) != list(self.parameters):
             raise Refusal(
@@ -149,68 +190,112 @@ class Engine:
         self.parameters = current
         constants = [x for _, x in checks.named_tensors(self.model) if not x.requires_grad]
         shared = [x for x in batches.tensors(batch) if not batches.is_example_wise(x, count)]
-        capture = Capture(current, [*constants, *shared], count, keep_values=keep_values)
-        return Run(capture, checks.State.of(self.model), fallback.random_state(self.device), count)
+        capture = Capture(
+            current,
+            [*constants, *shared],
+            count,
+            not_spreading=self._not_spreading.get(count, frozenset()),
+            keep_values=keep_values,
+            observe=observe,
+        )
+        return Run(capture, checks.State.of(self.model), RandomState.now(self.device), count)
 
     def _finish(
         self,
         run: "Run",
-        losses: Tensor,
         evaluate: Evaluate,
         batch: Any,
         thresholds: Sequence[float],
         mask: Tensor | None,
         *,
-        rerunnable: bool = True,
+        kind: Any = None,
     ) -> ClippedGradients:
         """From the captured forward pass and its losses to the clipped sum."""
-        checks.require_losses(losses, run.count)
-        keep = batches.full_mask(run.count, mask, losses.device)
-        _, parts = self.parts(run, losses, keep, evaluate, batch, rerunnable=rerunnable)
-        return self._clip(parts, losses, keep, thresholds)
+        checks.require_losses(run.losses, run.count)
+        keep = batches.full_mask(run.count, mask, run.losses.device)
+        run, _, parts = self.parts(run, keep, evaluate, batch, kind=kind)
+        return self._clip(parts, run.losses, keep, thresholds)
 
     def parts(
-        self, run: "Run", losses: Tensor, keep: Tensor, evaluate: Evaluate, batch: Any, *, rerunnable: bool = True
-    ) -> tuple[Plan, Parts]:
-        """How every parameter is dealt with, and what the sites contribute to it."""
-        unseen = checks.unseen_parameters(losses, run.capture.sites, self.parameters)
-        plan = self._plan(run, unseen, evaluate, batch, None if rerunnable else losses)
-        if plan.whole and not rerunnable:
-            raise Refusal(
-                f"no exact way to clip {plan.why}, other than running the model again, and ``outputs`` is not what it "
-                "returned. "
-                "Pass the model's outputs as they are, or give make_private a per_example_loss"
-            )
-        parts = collect(run.capture.sites, plan, losses, keep, self.parameters)
-        self._add_whole_model(parts, run, plan, losses, keep, evaluate, batch)
-        return plan, parts
+        self, run: "Run", keep: Tensor, evaluate: Evaluate, batch: Any, *, kind: Any = None
+    ) -> "tuple[Run, Plan, Parts]":
+        """How every parameter is dealt with, and what the sites contribute to it; the run may have been made anew."""
+        while True:
+            try:
+                plan = self._plan(run, evaluate, batch, kind)
+                break
+            except NotSpreading as wrong:  # now that this is known, look at the same forward pass again
+                known = self._not_spreading.get(run.count, frozenset())
+                self._not_spreading[run.count] = known | wrong.ordinals
+                with run.random_state.replayed():
+                    run = self.record(evaluate, batch, run.count)
+        parts = self._collect(run, plan, keep, evaluate, batch)
+        return run, plan, parts
 
-    def _plan(self, run: "Run", unseen: list[str], evaluate: Evaluate, batch: Any, live: Tensor | None) -> Plan:
+    def _plan(self, run: "Run", evaluate: Evaluate, batch: Any, kind: Any) -> Plan:
+        """What was proven about forward passes of this kind; proven again at the 1st, 2nd, 16th, 256th... of them."""
+        unseen, reached = checks.unseen_parameters(run.losses, run.capture.sites, self.parameters)
         key = (
             run.count,
-            live is None,
+            kind,
             tuple(unseen),
+            tuple(reached),
+            run.capture.fingerprint,
             signature(run.capture.sites),
             tuple(module.training for module in self.model.modules()),
         )
-        plan = self._plans.get(key)
-        if plan is None:
-
-            def recapture(batch: Any, *, keep_values: bool = True) -> tuple[Capture, Tensor]:
-                with fallback.replayed(run.random_state, self.device):
-                    again = self.record(evaluate, batch, run.count, keep_values=keep_values)
-                return again.capture, again.losses
-
-            plan = make_plan(run.capture, unseen, batch, run.count, recapture, live)
-            with perturbed(run.capture.parameters.values()):
-                again, other_losses = recapture(batch, keep_values=False)
-                require_totals(again.sites, plan, other_losses, self.parameters)
-            if plan.proven:
-                self._plans[key] = plan
+        plan, uses = self._plans.pop(key, (None, 0))
+        if plan is None or uses in _PROOFS or not plan.proven:
+            plan = self._prove(run, unseen, reached, evaluate, batch)
+        self._plans[key] = plan, uses + 1  # the latest last
+        if len(self._plans) > _MOST_PLANS:
+            del self._plans[next(iter(self._plans))]
+        if run.capture.routes and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "data decide which rows of the batch go where in this model (such as sorting by length or routing to "
+                "experts), so ownership is proven at every step, which is slow; index with positions that do not "
+                "depend on the data where you can",
+                stacklevel=2,
+            )
         return plan
 
+    def _prove(self, run: "Run", unseen: list[str], reached: list[bool], evaluate: Evaluate, batch: Any) -> Plan:
+        buffers = [(x, x.detach().clone()) for _, x in self.model.named_buffers()] if self.data_independent else []
+
+        def rerun(
+            batch: Any,
+            count: int,
+            *,
+            keep_values: bool = False,
+            observe: Callable[[int, Tensor], None] | None = None,
+        ) -> Trial:
+            with run.random_state.replayed():
+                start = RandomState.now(self.device)
+                again = self.record(evaluate, batch, count, keep_values=keep_values, observe=observe)
+                return Trial(again.capture, again.losses, not start.unmoved())
+
+        try:
+            plan = prove(run.capture, unseen, reached, batch, run.count, rerun, lambda: in_evaluation(self.model))
+            with perturbed(self.parameters.values()):
+                with run.random_state.replayed():
+                    again = self.record(evaluate, batch, run.count)
+                expected = plain_gradients(again.losses, self.parameters)
+                everyone = torch.ones(run.count, dtype=torch.bool, device=again.losses.device)
+                parts = self._collect(again, plan, everyone, evaluate, batch)
+                require_totals(parts, expected, again.capture.sites, self.parameters)
+        finally:
+            for x, before in buffers:
+                x.data.copy_(before)
+        return plan
+
+    def _collect(self, run: "Run", plan: Plan, keep: Tensor, evaluate: Evaluate, batch: Any) -> Parts:
+        parts = collect(run.capture.sites, plan, run.losses, keep, self.parameters)
+        self._add_whole_model(parts, run, plan, keep, evaluate, batch)
+        return parts
+
     def _add_whole_model(
-        self, parts: Parts, run: "Run", plan: Plan, losses: Tensor, keep: Tensor, evaluate: Evaluate, batch: Any
+        self, parts: Parts, run: "Run", plan: Plan, keep: Tensor, evaluate: Evaluate, batch: Any
     ) -> None:
         if not plan.whole:
             return
@@ -224,7 +309,7 @@ class Engine:
             raise Refusal(
                 f"no exact way to clip {why}. Running the model example by example failed too: {reason}. {_REMEDY}"
             ) from error
-        if not fallback.close(again.detach(), losses.detach()):
+        if not fallback.close(again.detach(), run.losses.detach()):
             raise Refusal(f"no exact way to clip {why}. Run example by example the model gives other losses. {_REMEDY}")
         for name in names:
             parts[name] = [Part(Dense(scale_examples(grads[name], keep)))]
@@ -278,13 +363,25 @@ _REMEDY = (
 )
 
 
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and then each module as it was."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
 @dataclass(eq=False)
 class Run:
     """A captured forward pass."""
 
     capture: Capture
     state: checks.State
-    random_state: Tensor
+    random_state: RandomState
     count: int
     losses: Any = None
 
@@ -295,13 +392,19 @@ class Run:
         stack.enter_context(self.capture)
 
 
-_known: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Any, dict[Any, Plan]]]" = (
-    weakref.WeakKeyDictionary()
-)
+Plans = dict[Any, tuple[Plan, int]]
+"""By kind of forward pass: how to deal with it, and how often it was used."""
+_PROOFS = {0, 1, *(16**k - 1 for k in range(1, 12))}
+_MOST_PLANS = 256
+_known: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Any, Plans]]" = weakref.WeakKeyDictionary()
 
 
-def _plans_of(model: nn.Module, loss: Any) -> dict[Any, Plan]:
+def _plans_of(model: nn.Module, loss: Any) -> Plans:
     """What was proven about this model with this loss; forgotten with either."""
+    if isinstance(loss, types.MethodType):
+        loss = loss.__self__
+    elif isinstance(loss, types.FunctionType) and not loss.__closure__ and not loss.__defaults__:
+        loss = loss.__code__  # a lambda made anew in every step is the same function
     try:
         return _known.setdefault(model, weakref.WeakKeyDictionary()).setdefault(loss, {})
     except TypeError:  # a loss that cannot be referred to weakly is proven anew each time
@@ -350,6 +453,8 @@ def clipped_gradients(
     def evaluate(pair: tuple[Any, Any]) -> Tensor:
         return loss(call(model, pair[0]), pair[1])
 
-    count = batches.size((targets, inputs), mask)  # targets first: they are rarely shared
+    if isinstance(inputs, Mapping):
+        inputs = dict(inputs)
+    count = batches.size(targets if any(x.dim() for x in batches.tensors(targets)) else inputs, mask)
     keep = batches.full_mask(count, mask, engine.device)
     return engine.clipped(evaluate, (inputs, targets), clip_norm, mask=keep)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from qclip.engine import batch as batches
@@ -14,7 +15,8 @@ from qclip.engine.costs import CostModel
 from qclip.engine.engine import Engine, call
 from qclip.engine.forms import Products, Rows
 from qclip.engine.parts import Part, prepare
-from qclip.engine.plan import Plan, SitePlan, surrogate_losses
+from qclip.engine.plan import Plan, SitePlan
+from qclip.engine.refusal import Refusal
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,12 @@ def explain(
 
     def evaluate(pair: tuple[Any, Any]) -> Tensor:
         returned = call(engine.model, pair[0])
-        return surrogate_losses(returned, count) if loss is None else loss(returned, pair[1])
+        return _stand_in(returned, batches.size(pair)) if loss is None else loss(returned, pair[1])
 
     run = engine.record(evaluate, (batch, targets), count)
     checks.require_losses(run.losses, count)
     keep = batches.full_mask(count, None, engine.device)
-    plan, parts = engine.parts(run, run.losses, keep, evaluate, (batch, targets))
+    run, plan, parts = engine.parts(run, keep, evaluate, (batch, targets))
     prepare(parts, engine.costs)
     rows = []
     for name, parameter in engine.model.named_parameters():
@@ -111,3 +113,13 @@ def _norms(part: Part) -> str:
     if part.form.positions == 1:
         return "1 position, product of two lengths"
     return f"{part.form.positions} positions, {part.method or 'cheapest'}"
+
+
+def _stand_in(returned: Any, batch_size: int) -> Tensor:
+    """One number per example from all that a model returned, to stand for a loss that is not known."""
+    found = [x for x in batches.tensors(returned) if batches.is_example_wise(x, batch_size) and x.requires_grad]
+    if not found:
+        raise Refusal("the model returns no tensor with one row per example that depends on its parameters")
+    return torch.stack(
+        [x.float().flatten(1).square().mean(1) if x.dim() > 1 else x.float().square() for x in found]
+    ).sum(0)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,30 +12,15 @@ from torch.utils import _pytree as pytree
 from qclip.engine import batch as batches
 from qclip.engine.capture import Call, Site, tensors
 from qclip.engine.layouts import Layout
+from qclip.engine.randomness import RandomState
 
 
 @contextmanager
-def replayed(random_state: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Run with the generator as it was, and put it back as it is."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+def _replayed(state: RandomState | None) -> Iterator[None]:
+    """The random numbers of the call again, and no warning of vmap's that an operation is slow."""
+    with warnings.catch_warnings(), state.replayed() if state is not None else nullcontext():
         warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
-        if random_state is not None:
-            restore(random_state, device)
         yield
-
-
-def random_state(device: torch.device) -> Tensor:
-    """The state of the device's generator."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def restore(state: Tensor, device: torch.device) -> None:
-    """Put the device's generator into a state."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 def carriers(call: Call, layout: Layout, batch_size: int, dims: int | None) -> list[Tensor]:
@@ -60,7 +45,7 @@ def site_gradients(
 
     data = [layout.by_example(x, batch_size) for x in carrying]
     cotangents = tuple(layout.by_example(grad, batch_size) for grad in grads)
-    with replayed(site.random_state, cotangents[0].device):
+    with _replayed(site.random_state):
         found = torch.vmap(one, randomness="different")(data, cotangents)
     return {id(x): grad for x, grad in zip(sources, found, strict=True)}
 
@@ -71,7 +56,7 @@ def replay_agrees(site: Site, layout: Layout, carrying: list[Tensor], batch_size
     function = _example_function(site, carrying)
     sources = [x for x, _ in site.call.versions if id(x) in site.call.sources]
     data = [layout.by_example(x, batch_size) for x in carrying]
-    with replayed(site.random_state, site.value.device), torch.no_grad():
+    with _replayed(site.random_state), torch.no_grad():
         again = torch.vmap(lambda data: function(data, sources)[0], randomness="different")(data)
     value = layout.by_example(site.value, batch_size)
     return again.shape == value.shape and close(again, value)
@@ -134,7 +119,7 @@ def whole_model_gradients(
     batch: Any,
     batch_size: int,
     names: Sequence[str],
-    state: Tensor | None,
+    state: RandomState,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The losses and the named parameters' per-example gradients, by vmap over the whole evaluation."""
     whole = _Evaluation(model, evaluate)
@@ -151,8 +136,7 @@ def whole_model_gradients(
         return torch.func.functional_call(whole, renamed, (pytree.tree_unflatten(mine, structure),)).sum()
 
     rows = [leaves[k].unsqueeze(1) for k in carrying]
-    device = next(iter(wanted.values())).device
-    with replayed(state, device):
+    with _replayed(state):
         gradient = torch.func.grad_and_value(loss_of_one)
         grads, losses = torch.vmap(gradient, in_dims=(None, 0), randomness="different")(wanted, rows)
     return losses, grads

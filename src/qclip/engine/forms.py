@@ -42,7 +42,8 @@ def keep_examples(x: Tensor, keep: Tensor) -> Tensor:
 
 def scale_examples(x: Tensor, factors: Tensor) -> Tensor:
     """Each example times its factor."""
-    return full(x) * factors.view(-1, *[1] * (x.dim() - 1))
+    x = full(x)
+    return x * factors.to(x.dtype).view(-1, *[1] * (x.dim() - 1))
 
 
 def square_sums(x: Tensor) -> Tensor:
@@ -124,9 +125,8 @@ class Dense(Form):
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """The sum of the gradients times the factors, of the parameter's shape."""
         grads = full(self.grads)
-        return (
-            (factors.to(grads.dtype) @ grads.flatten(1)).view(grads.shape[1:]) if grads.dim() > 1 else factors @ grads
-        )
+        rows = grads.reshape(len(grads), grads.shape[1:].numel())
+        return (factors.to(grads.dtype) @ rows).view(grads.shape[1:])
 
     def dense(self) -> Tensor:
         """[B, *shape]."""
@@ -245,13 +245,13 @@ class Rows(Form):
         first = torch.arange(count, device=ids.device)[:, None] * entries
         segments = torch.zeros_like(ids)
         segments[:, 1:] = (ids[:, 1:] != ids[:, :-1]).cumsum(1)
-        rows = full(self.grads).flatten(2).flatten(0, 1)
+        rows = full(self.grads).reshape(count * entries, self.shape[1:].numel())
         summed = torch.zeros_like(rows).index_add(0, (segments + first).flatten(), rows[(order + first).flatten()])
-        return from_above(square_sums(summed.view(count, -1)), self.sizes())
+        return from_above(square_sums(summed.view(count, entries * rows.shape[1])), self.sizes())
 
     def sizes(self) -> Tensor:
         """[B]: the sum of the lengths of the rows, repeated ones one by one."""
-        return lengths(self.grads.flatten(2)).sum(1)
+        return lengths(self.grads.reshape(*self.ids.shape, self.shape[1:].numel())).sum(1)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """The sum of the gradients times the factors."""
@@ -284,7 +284,7 @@ def join(forms: Sequence[Form]) -> list[Form]:
     """Several gradients of one parameter as one form, or as one sum of outer products and one table that meet in it."""
     outers = [form.outer() for form in forms if isinstance(form, Products)]
     tables = [form for form in forms if isinstance(form, Rows)]
-    if len(outers) + len(tables) < len(forms) or (tables and any(outer.left.shape[1] > 1 for outer in outers)):
+    if len(outers) + len(tables) < len(forms) or (tables and not all(map(_is_matrix, outers))):
         total = forms[0].dense()
         for form in forms[1:]:
             total = total + form.dense()
@@ -295,6 +295,10 @@ def join(forms: Sequence[Form]) -> list[Form]:
     if tables:
         joined.append(join_rows(tables))
     return joined
+
+
+def _is_matrix(outer: Outer) -> bool:
+    return len(outer.shape) == 2 and outer.left.shape[1] == 1
 
 
 def join_outers(forms: Sequence[Outer]) -> Outer:

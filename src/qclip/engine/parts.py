@@ -39,7 +39,9 @@ def collect(sites: Sequence[Site], plan: Plan, losses: Tensor, keep: Tensor, par
     """Each parameter's contributions, by one backward pass to the sites."""
     chosen = [(site, how) for site, how in zip(sites, plan.sites, strict=True) if how is not None]
     checks.require_unchanged_inputs(site for site, _ in chosen)
+    before = {name: (p.grad, None if p.grad is None else p.grad._version) for name, p in parameters.items()}
     found = output_gradients(losses, keep.to(losses.dtype), [site for site, _ in chosen], retain_graph=False)
+    checks.require_untouched_grads(parameters, before)
     parts: Parts = {name: [] for name in parameters}
     with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
         for (site, how), grads in zip(chosen, found, strict=True):
@@ -49,30 +51,37 @@ def collect(sites: Sequence[Site], plan: Plan, losses: Tensor, keep: Tensor, par
             filled = [known[0].new_zeros(o.shape) if g is None else g for g, o in zip(grads, site.outputs, strict=True)]
             forms = gradient_forms(site, how, filled, len(losses))
             for key, source in site.call.sources.items():
-                if not source.parameters <= plan.whole:
-                    _attribute(parts, source, forms[key], parameters)
+                if source.parameters <= plan.whole:
+                    continue
+                if key not in forms:
+                    raise Refusal(f"{site} was called in another way than when it was proven; keep the call as it was")
+                _attribute(parts, source, forms[key], parameters)
         return {name: _joined(name, each, parameters) for name, each in parts.items()}
 
 
-def require_totals(sites: Sequence[Site], plan: Plan, losses: Tensor, parameters: Mapping[str, Tensor]) -> None:
+def plain_gradients(losses: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Autograd's own gradients of the sum of the losses; the graph stays."""
+    found = torch.autograd.grad([losses.sum()], list(parameters.values()), retain_graph=True, allow_unused=True)
+    pairs = zip(parameters.items(), found, strict=True)
+    return {name: torch.zeros_like(p) if grad is None else grad.to_dense() for (name, p), grad in pairs}
+
+
+def require_totals(
+    parts: Parts, expected: Mapping[str, Tensor], sites: Sequence[Site], parameters: Mapping[str, Tensor]
+) -> None:
     """Refuse if the unclipped sums are not autograd's: the last line against a wrong rule or a wrong capture."""
-    expected = torch.autograd.grad([losses.sum()], list(parameters.values()), retain_graph=True, allow_unused=True)
-    everyone = torch.ones(len(losses), dtype=torch.bool, device=losses.device)
-    parts = collect(sites, plan, losses, everyone, parameters)
-    ones = torch.ones(len(losses), device=losses.device)
-    exact = all(site.cast_to is None and site.outputs[0].dtype != torch.bfloat16 for site in sites)
+    halves = (torch.bfloat16, torch.float16)
+    rough = (site.cast_to is not None or any(x.dtype in halves for x, _ in site.call.versions) for site in sites)
+    exact = not any(rough)
     tolerance, overall = (1e-4, 1e-6) if exact else (3e-2, 3e-3)
-    expected = [grad.to_dense() if grad is not None and grad.layout is not torch.strided else grad for grad in expected]
     # Some gradients are zero but for rounding, such as those of the keys' biases in attention.
-    noise = overall * sum(float(torch.linalg.vector_norm(grad)) for grad in expected if grad is not None)
-    for name, gradient in zip(parameters, expected, strict=True):
-        if name in plan.whole:
-            continue
-        total = weighted_sum(name, parts[name], ones, None, parameters)
-        wanted = torch.zeros_like(total) if gradient is None else gradient.to(total.dtype)
-        size = squared_norms(parts[name]).sqrt().sum() if parts[name] else torch.zeros(())
-        difference = torch.linalg.vector_norm(total - wanted)
-        if bool(difference > tolerance * (size + torch.linalg.vector_norm(wanted)) + noise):
+    noise = overall * sum(float(torch.linalg.vector_norm(grad)) for grad in expected.values())
+    for name, wanted in expected.items():
+        found = parts[name]
+        squares = squared_norms(found) if found else wanted.new_zeros(1, dtype=accumulator(wanted))
+        total = weighted_sum(name, found, torch.ones_like(squares), None, parameters)
+        difference = torch.linalg.vector_norm(total - wanted.to(total.dtype))
+        if bool(difference > tolerance * (squares.sqrt().sum() + torch.linalg.vector_norm(wanted)) + noise):
             functions = ", ".join(sorted({str(site) for site in sites if name in site.parameters}))
             raise Refusal(
                 f"the gradients of {name!r} do not add up to autograd's: a registered rule for {functions or 'it'} is "

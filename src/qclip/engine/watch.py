@@ -7,6 +7,7 @@ that do nothing.
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -23,17 +24,23 @@ class Watched:
 
     def finder(self, outputs: Any) -> Callable[[Any], Any] | None:
         """How to find the user's ``outputs`` in what the model returns; None if they were computed from it."""
-        places = {id(leaf): k for k, leaf in enumerate(pytree.tree_leaves(self.returned))}
+        places = {id(leaf): k for k, leaf in enumerate(_leaves(self.returned))}
         wanted, structure = pytree.tree_flatten(outputs)
         if not all(id(leaf) in places for leaf in wanted):
             return None
         order = [places[id(leaf)] for leaf in wanted]
 
         def find(returned: Any) -> Any:
-            leaves = pytree.tree_leaves(returned)
+            leaves = _leaves(returned)
             return pytree.tree_unflatten([leaves[k] for k in order], structure)
 
         return find
+
+
+def _leaves(returned: Any) -> list[Any]:
+    """The leaves of what a model returned, dataclasses opened."""
+    leaves = pytree.tree_leaves(returned)
+    return [part for leaf in leaves for part in (_leaves(vars(leaf)) if is_dataclass(leaf) else [leaf])]
 
 
 class Watch:
@@ -56,7 +63,12 @@ class Watch:
         self.last = None
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not torch.is_grad_enabled() or self._open is not None:
+        if torch.compiler.is_compiling():
+            return  # nothing can be captured; `finish` says so
+        if self._open is not None:  # left behind by an interrupt; or the model calls itself, which is refused later
+            self._open[1].close()
+            self._open = None
+        if not torch.is_grad_enabled():
             return
         watched = self._begin(args, kwargs)
         if watched is not None:

@@ -1,0 +1,301 @@
+"""Proofs: what the engine relies on, tested on the batch at hand instead of guessed from sizes.
+
+At the first batch of each kind (and a few later ones) the evaluation is run again at perturbed parameters, because a
+layer that starts at zero would hide everything behind it, and four things are tested:
+
+- *ownership*: with some examples' losses left out, the gradient at every site must be exactly zero in the rows
+  attributed to them. Those left out are the examples with a given bit in their index, and those without: log2(B) rounds
+  tell any two apart;
+- *separation*: with those examples replaced by others, the rest must keep their losses, their values at every site and
+  their gradients there;
+- *size*: in a batch of another size the examples must give the same values and gradients;
+- *replay*: a site without a rule, run again example by example, must give the output it gave.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from qclip.engine import batch as batches
+from qclip.engine.capture import Capture, Site, output_gradients
+from qclip.engine.layouts import Layout, Single, candidates
+from qclip.engine.plan import Plan, SitePlan, plan_site, signature
+from qclip.engine.refusal import Refusal
+
+
+@dataclass(eq=False)
+class Trial:
+    """One more run of the evaluation, as a proof sees it."""
+
+    capture: Capture
+    losses: Tensor
+    random: bool
+    """Whether it drew random numbers."""
+
+
+class Rerun(Protocol):
+    """Run the evaluation again, on this batch or one like it, with the same random numbers."""
+
+    def __call__(
+        self,
+        batch: Any,
+        count: int,
+        *,
+        keep_values: bool = ...,
+        observe: Callable[[int, Tensor], None] | None = ...,
+    ) -> Trial:
+        """``observe`` is shown every site's output on the way."""
+        ...
+
+
+class NotSpreading(Exception):
+    """These calls, taken for sites because they seem to give rows to examples, do not."""
+
+    def __init__(self, ordinals: frozenset[int]) -> None:
+        super().__init__(ordinals)
+        self.ordinals = ordinals
+
+
+def prove(
+    capture: Capture,
+    unseen: Sequence[str],
+    reached: Sequence[bool],
+    batch: Any,
+    count: int,
+    rerun: Rerun,
+    evaluation_mode: Callable[[], AbstractContextManager[None]],
+) -> Plan:
+    """A plan for the sites of this capture, or a refusal.
+
+    ``unseen`` are parameters that the loss depends on outside of the sites, ``reached`` says which sites it depends on.
+    """
+    reasons = dict.fromkeys(unseen, "the loss depends on it by a way that no torch function shows")
+    with perturbed(capture.parameters.values()):
+        batch, healthy = _healthy(rerun, batch, count)
+        trial = rerun(batch, count, keep_values=True)
+        _require_repeatable(trial.capture, capture)
+        layouts, shown = _owners(trial.capture.sites, trial.losses, count)
+        failed = [site.spread for site, each in zip(trial.capture.sites, layouts, strict=True) if not each]
+        if any(ordinal is not None for ordinal in failed):
+            raise NotSpreading(frozenset(ordinal for ordinal in failed if ordinal is not None))
+        plans = []
+        grads = output_gradients(trial.losses, torch.ones_like(trial.losses), trial.capture.sites, retain_graph=False)
+        for site, admitted, found in zip(trial.capture.sites, layouts, grads, strict=True):
+            with torch.autocast(trial.losses.device.type, enabled=False):
+                plan, reason = plan_site(site, admitted, found, count)
+            plans.append(plan)
+            if plan is None:
+                reasons.update(dict.fromkeys(site.parameters, f"{reason} at {site}"))
+        random = trial.random
+        del trial, grads
+        if count > 1:
+            _require_separation(rerun, batch, count, plans)
+            with evaluation_mode() if random else nullcontext():
+                _require_any_size(rerun, batch, count, plans)
+    whole = frozenset(reasons)
+    sites = capture.sites
+    used = tuple(None if whole.issuperset(site.parameters) else plan for plan, site in zip(plans, sites, strict=True))
+    certain = all(
+        (seen and len(each) == 1) or not used for seen, each, used in zip(shown, layouts, reached, strict=True)
+    )
+    return Plan(used, whole, reasons, proven=healthy and certain and not capture.routes)
+
+
+def _require_repeatable(again: Capture, capture: Capture) -> None:
+    if signature(again.sites) != signature(capture.sites):
+        raise Refusal(
+            "the model did not do the same twice on the same batch; its forward pass must depend on nothing but its "
+            "inputs, its parameters and random numbers from torch, numpy or random"
+        )
+
+
+def _healthy(rerun: Rerun, batch: Any, batch_size: int) -> tuple[Any, bool]:
+    """The batch with every example whose gradient is not finite replaced by one whose is; whether there is one.
+
+    Such an example tells nothing about who owns what: its NaNs may be anywhere.
+    """
+
+    def only(good: Tensor) -> Any:
+        index = torch.arange(batch_size, device=good.device)
+        index[~good] = index[good].repeat(batch_size)[: int((~good).sum())]
+        return batches.select(batch, index, batch_size)
+
+    def is_finite(other: Any) -> bool:
+        trial = rerun(other, batch_size)
+        grads = output_gradients(trial.losses, torch.ones_like(trial.losses), trial.capture.sites, retain_graph=False)
+        return all(bool(grad.isfinite().all()) for each in grads for grad in each if grad is not None)
+
+    good = rerun(batch, batch_size).losses.detach().isfinite()
+    if bool(good.any()) and not is_finite(only(good)):  # a finite loss with a gradient that is not: one by one
+        alone = torch.eye(batch_size, dtype=torch.bool, device=good.device)
+        good = torch.tensor(
+            [bool(g) and is_finite(only(row)) for g, row in zip(good, alone, strict=True)], device=good.device
+        )
+    if not bool(good.any()):
+        return batch, False
+    return batch if bool(good.all()) else only(good), True
+
+
+def _owners(sites: Sequence[Site], losses: Tensor, batch_size: int) -> tuple[list[list[Layout]], list[bool]]:
+    """For each site the layouts that pass the proof, and whether it showed any gradient."""
+    layouts = [list(candidates(site.outputs[0].shape, batch_size)) for site in sites]
+    shown = [False] * len(sites)
+    for half in _halves(batch_size, losses):
+        for k, grads in enumerate(output_gradients(losses, half, sites, retain_graph=True)):
+            layouts[k] = [layout for layout in layouts[k] if _owns(layout, grads, half, batch_size)]
+            shown[k] |= any(grad is not None and bool(grad.count_nonzero()) for grad in grads)
+    return layouts, shown
+
+
+@contextmanager
+def perturbed(parameters: Any) -> Iterator[None]:
+    """The parameters moved a little at random, and put back bit by bit. What is positive stays so."""
+    parameters = list(parameters)
+    saved = [p.detach().clone() for p in parameters]
+    generators: dict[torch.device, torch.Generator] = {}
+    try:
+        for p in parameters:
+            generator = generators.setdefault(p.device, torch.Generator(p.device).manual_seed(0))
+            noise = torch.randn(p.shape, generator=generator, device=p.device).to(p.dtype)
+            p.data.copy_(torch.where(p.detach() == 0, 0.02 * noise, p.detach() * (1 + 0.05 * noise.clamp(-3, 3))))
+        torch.clear_autocast_cache()  # it holds casts of the parameters as they were
+        yield
+    finally:
+        for p, before in zip(parameters, saved, strict=True):
+            p.data.copy_(before)
+        torch.clear_autocast_cache()
+
+
+def _halves(batch_size: int, losses: Tensor) -> list[Tensor]:
+    """Halves of the batch as loss weights, such that for any two examples some half has the one and not the other."""
+    if batch_size == 1:
+        return [torch.ones_like(losses).detach()]
+    index = torch.arange(batch_size, device=losses.device)
+    bits = [(index >> k) & 1 for k in range((batch_size - 1).bit_length())]
+    return [half.to(losses.dtype) for bit in bits for half in (bit, 1 - bit)]
+
+
+def _owns(layout: Layout, grads: Sequence[Tensor | None], half: Tensor, batch_size: int) -> bool:
+    """Whether the examples whose loss was left out have no gradient in the rows attributed to them."""
+    if isinstance(layout, Single):
+        return True
+    for grad in grads:
+        if grad is None:
+            continue
+        if not layout.holds(grad, batch_size):
+            return False
+        if bool(layout.by_example(grad, batch_size)[half == 0].count_nonzero()):
+            return False
+    return True
+
+
+@dataclass(eq=False)
+class Traces:
+    """What each example left at every site: random projections and sizes of its values and gradients.
+
+    A projection on a Gaussian direction moves by as much as what is projected, so few numbers stand for many.
+    """
+
+    plans: Sequence[SitePlan | None]
+    count: int
+    values: dict[int, Tensor] = field(default_factory=dict)
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    losses: Tensor = field(default_factory=lambda: torch.zeros(0))
+    sites: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def of(rerun: Rerun, batch: Any, count: int, plans: Sequence[SitePlan | None]) -> "Traces":
+        """Run the evaluation and trace it."""
+        traces = Traces(plans, count)
+        trial = rerun(batch, count, observe=lambda k, value: traces._note(traces.values, k, value))
+        traces.losses = trial.losses.detach()
+        sites = trial.capture.sites
+        traces.sites = [str(site) for site in sites]
+        for k, grads in enumerate(
+            output_gradients(trial.losses, torch.ones_like(traces.losses), sites, retain_graph=False)
+        ):
+            if grads[0] is not None:
+                traces._note(traces.grads, k, grads[0])
+        return traces
+
+    def _note(self, notes: dict[int, Tensor], k: int, x: Tensor) -> None:
+        plan = self.plans[k] if k < len(self.plans) else None
+        if plan is None or not plan.layout.holds(x, self.count) or not (x.is_floating_point() or x.is_complex()):
+            return
+        rows = plan.layout.by_example(x.detach(), self.count).reshape(self.count, -1)
+        rows = (torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows).double()
+        direction = torch.Generator().manual_seed(rows.shape[1])
+        onto = torch.randn(rows.shape[1], 2, generator=direction, dtype=torch.float64).to(rows.device)
+        notes[k] = torch.cat([rows @ onto, rows.square().sum(1, keepdim=True).sqrt()], 1)
+
+    def first_difference(self, other: "Traces", mine: Tensor, its: Tensor, tolerance: float) -> int | None:
+        """The first site at which the examples ``mine`` differ from the other's ``its``; -1 for the losses."""
+        for kind in ("values", "grads") if self.sites == other.sites else ():
+            here, there = getattr(self, kind), getattr(other, kind)
+            common = sorted(here.keys() & there.keys())
+            largest = max((float(here[k][mine, 2].max()) for k in common), default=0.0)
+            for k in common:
+                a, b = here[k][mine], there[k][its]
+                room = tolerance * (a[:, 2:] + b[:, 2:]) + 1e-3 * tolerance * largest
+                if bool(((a - b).abs() > room).any()):
+                    return k
+        a, b = self.losses[mine].double(), other.losses[its].double()
+        return -1 if bool(((a - b).abs() > tolerance * (a.abs() + b.abs()) + 1e-12).any()) else None
+
+
+_MIX = (
+    "Per-example clipping needs a model in which they do not: replace batch statistics (BatchNorm by GroupNorm), "
+    "attention or contrast across the batch; inputs that are not one row per example must not have the batch's length "
+    "as first dimension"
+)
+
+
+def _require_separation(rerun: Rerun, batch: Any, count: int, plans: Sequence[SitePlan | None]) -> None:
+    """Refuse a model in which an example depends on the others, even where no gradient shows it."""
+    before = Traces.of(rerun, batch, count, plans)
+    for half in _halves(count, before.losses):
+        stay, index = _replacement(half)
+        after = Traces.of(rerun, batches.select(batch, index, count), count, plans)
+        site = before.first_difference(after, stay, stay, _tolerance(before.losses, 1e-4, 1e-2))
+        if site is not None:
+            raise Refusal(f"examples mix: replacing some of them changed others, {_at(site, plans)}. {_MIX}")
+
+
+def _require_any_size(rerun: Rerun, batch: Any, count: int, plans: Sequence[SitePlan | None]) -> None:
+    """Refuse a model that treats an example in another way when there are fewer: a loss divided by the batch's size."""
+    if rerun(batch, count).random:
+        return  # another size would draw other numbers
+    usual = Traces.of(rerun, batch, count, plans)
+    size = count // 2 if count > 3 else count + 1
+    index = torch.arange(size, device=usual.losses.device) % count
+    other = Traces.of(rerun, batches.select(batch, index, count), size, plans)
+    both = index[: min(size, count)]
+    site = usual.first_difference(other, both, both, _tolerance(usual.losses, 1e-2, 0.2))
+    if site is not None:
+        raise Refusal(
+            f"an example's gradient depends on how many others there are, {_at(site, plans)}: such as a loss divided "
+            "by the batch's size or its number of tokens. Reduce over each example only; the clipped sum is divided by "
+            "the expected batch size later"
+        )
+
+
+def _tolerance(losses: Tensor, single: float, half: float) -> float:
+    autocast = torch.is_autocast_enabled(losses.device.type)
+    return half if autocast or losses.dtype == torch.bfloat16 else single
+
+
+def _at(site: int, plans: Sequence[SitePlan | None]) -> str:
+    plan = plans[site] if site >= 0 else None
+    return "in the loss" if plan is None else f"at or before {plan.name}"
+
+
+def _replacement(half: Tensor) -> tuple[Tensor, Tensor]:
+    """Which examples stay, and a batch in which copies of them replace the others."""
+    stay = half != 0
+    index = torch.arange(len(half), device=half.device)
+    index[~stay] = index[stay].repeat(len(half))[: int((~stay).sum())]
+    return stay, index

@@ -1,0 +1,389 @@
+"""Plans are proofs: whatever two examples mix is found, whatever hides it, and what was not proven is not believed."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.cases import Net
+from engine.cases.case import D, P, T, ids, param, squared
+from engine.compare import assert_same
+from qclip.engine import Engine, Refusal, clipped_gradients, oracle
+from qclip.engine import batch as batches
+from qclip.engine.layouts import Axis, Flat
+from qclip.engine.proof import perturbed
+
+MIXED = r"examples mix|cannot be attributed"
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def plan_of(model, x, loss=squared):
+    """The plan that the engine makes, with its sites."""
+    engine, count = Engine(model), len(x)
+    batch = (x, torch.randn(count))
+    evaluate = lambda pair: loss(model(pair[0]), pair[1])  # noqa: E731
+    run = engine.record(evaluate, batch, count)
+    run, plan, _ = engine.parts(run, batches.full_mask(count, None, engine.device), evaluate, batch)
+    return plan, run.capture.sites
+
+
+def mixes(model, x, loss=squared, **options):
+    with pytest.raises(Refusal, match=MIXED):
+        clipped_gradients(model, loss, x, torch.randn(len(x)), 1.0, **options)
+
+
+# Any two examples
+
+
+PAIRS = [(B, pair) for B in range(2, 10) for pair in itertools.permutations(range(B), 2)]
+
+
+def leak(h, pair, detached):
+    """The first of the pair gets a little of the second."""
+    rows = h.detach() if detached else h
+    return h.index_add(0, torch.tensor(pair[:1]), 0.1 * rows[[pair[1]]])
+
+
+@pytest.mark.parametrize("detached", [False, True], ids=["by gradient", "by value"])
+@pytest.mark.parametrize("B", range(2, 10))
+def test_any_two_examples_that_mix_are_told_apart(B, detached):
+    """In either direction."""
+    for pair in itertools.permutations(range(B), 2):
+        model = Net(lambda n, x, pair=pair: leak(n.one(x), pair, detached), one=nn.Linear(3, 2))
+        mixes(model, torch.randn(B, 3))
+
+
+@pytest.mark.parametrize("B", range(2, 10))
+def test_any_two_losses_that_mix_are_told_apart(B):
+    for pair in itertools.permutations(range(B), 2):
+        loss = lambda outputs, targets, pair=pair: leak(squared(outputs, targets)[:, None], pair, True)[:, 0]  # noqa: E731
+        mixes(nn.Linear(3, 2), torch.randn(B, 3), loss=loss)
+
+
+@pytest.mark.parametrize("B", [16, 33])
+def test_larger_batches(B):
+    for pair in [(0, B - 1), (B - 1, 0), (7, 8), (B // 2, B // 2 - 1)]:
+        mixes(Net(lambda n, x, pair=pair: leak(n.one(x), pair, False), one=nn.Linear(3, 2)), torch.randn(B, 3))
+
+
+@pytest.mark.parametrize("shape", [(T, D), (2, T, D)], ids=str)
+def test_mixing_at_one_position(shape):
+    def forward(n, x):
+        h = n.one(x)
+        return torch.cat([h[:, :-1], h[:, -1:].roll(1, 0)], 1) + h
+
+    mixes(Net(forward, one=nn.Linear(D, P)), torch.randn(4, *shape))
+
+
+def test_the_batch_that_is_as_long_as_the_sequence():
+    """Attention over the wrong dimension looks right by sizes alone."""
+
+    def forward(n, x):
+        return n.one(x).softmax(0) * n.one(x)
+
+    mixes(Net(forward, one=nn.Linear(D, P)), torch.randn(T, T, D))
+    right = Net(lambda n, x: n.one(x).softmax(1) * n.one(x), one=nn.Linear(D, P))
+    clipped_gradients(right, squared, torch.randn(T, T, D), torch.randn(T), 1.0)
+
+
+def test_copies_of_one_example():
+    """Equal examples do not hide that they mix."""
+    x = torch.randn(1, D).expand(4, D).contiguous()
+    mixes(Net(lambda n, x: leak(n.one(x), (0, 1), False), one=nn.Linear(D, P)), x)
+
+
+# What could hide it
+
+
+def test_a_layer_that_starts_at_zero_hides_nothing():
+    """Behind it no gradient flows at first, so nothing would be proven about what is there."""
+
+    def forward(n, x):
+        return n.head(leak(n.body(x), (0, 1), False))
+
+    model = Net(forward, body=nn.Linear(D, P), head=nn.Linear(P, 2))
+    nn.init.zeros_(model.head.weight)
+    mixes(model, torch.randn(4, D))
+
+
+def test_a_gate_that_starts_closed_hides_nothing():
+    """As in residual layers with a scale of zero: value and gradient vanish at first."""
+    model = Net(
+        lambda n, x: n.body(x) + n.gate * n.other(x).softmax(0),
+        body=nn.Linear(D, P), other=nn.Linear(D, P), gate=nn.Parameter(torch.zeros(())),
+    )  # fmt: skip
+    mixes(model, torch.randn(4, D))
+
+
+def test_adapters_at_the_start():
+    model = Net(
+        lambda n, x: n.base(x) + (x - x.mean(0)) @ n.a @ n.b,
+        base=nn.Linear(D, P), a=param(D, 2), b=nn.Parameter(torch.zeros(2, P)),
+    )  # fmt: skip
+    model.base.requires_grad_(False)
+    mixes(model, torch.randn(4, D))
+
+
+def test_everything_zero():
+    """Parameters that are all zero are moved as well."""
+    model = Net(lambda n, x: n.two(leak(n.one(x).tanh(), (1, 2), False)), one=nn.Linear(D, P), two=nn.Linear(P, 2))
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    mixes(model, torch.randn(4, D))
+
+
+def test_dead_units_hide_nothing_for_long():
+    """Where no gradient shows, nothing was proven, and the proof is made again at the next batch."""
+
+    def forward(n, x):
+        return n.two(leak(F.relu(n.one(x)), (0, 1), False))
+
+    model = Net(forward, one=nn.Linear(D, P), two=nn.Linear(P, 2))
+    nn.init.constant_(model.one.bias, -100.0)
+    targets = torch.randn(4)
+    clipped_gradients(model, squared, torch.randn(4, D), targets, 1.0)
+    with pytest.raises(Refusal, match=MIXED):
+        clipped_gradients(
+            model, squared, 200 * torch.rand(4, D) * model.one.weight.detach().sum(0).sign(), targets, 1.0
+        )
+
+
+@pytest.mark.parametrize("bad", [[0], [0, 1], [0, 2, 3], [0, 1, 2, 3]], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_first_batch_with_examples_that_are_not_finite(bad, value):
+    """It proves what it can; what it cannot is proven later."""
+    model = Net(lambda n, x: leak(n.one(x), (1, 0), False), one=nn.Linear(D, P))
+    x, targets = torch.randn(4, D), torch.randn(4)
+    x[bad] = value
+    with contextlib.suppress(Refusal):
+        clipped_gradients(model, squared, x, targets, 1.0)
+    mixes(model, torch.randn(4, D))
+
+
+@pytest.mark.parametrize("bad", [[0], [0, 2], [0, 1, 2, 3]], ids=str)
+def test_a_healthy_model_whose_first_batch_is_not_finite(bad):
+    model = nn.Sequential(nn.Linear(D, P), nn.LayerNorm(P), nn.Linear(P, 2))
+    x, targets = torch.randn(4, D), torch.randn(4)
+    x[bad] = torch.nan
+    first = clipped_gradients(model, squared, x, targets, 1.0)
+    assert (first.norms[bad] == torch.inf).all()
+    assert all(sum_.isfinite().all() for sum_ in first.sums.values())
+    x = torch.randn(4, D)
+    found = clipped_gradients(model, squared, x, targets, 1.0)
+    assert_same(found, oracle.clipped_gradients(model, squared, x, targets, 1.0), rtol=2e-5)
+
+
+def test_a_finite_loss_with_a_gradient_that_is_not():
+    """The square root at zero: loss 0, gradient inf."""
+    model = Net(lambda n, x: (n.one(x) * x[:, :1]).abs().sqrt(), one=nn.Linear(D, 1))
+    x, targets = torch.rand(4, D), torch.zeros(4)
+    x[2, 0] = 0
+    loss = lambda outputs, targets: outputs[:, 0] + targets  # noqa: E731
+    found = clipped_gradients(model, loss, x, targets, 1.0)
+    keep = torch.arange(4) != 2
+    expected = oracle.clipped_gradients(model, loss, x, targets, 1.0, mask=keep)
+    for name, sum_ in expected.sums.items():
+        torch.testing.assert_close(found.sums[name], sum_)
+
+
+def test_masked_examples_mix_too():
+    """A padded example must not reach the others either."""
+    model = Net(lambda n, x: leak(n.one(x), (0, 3), False), one=nn.Linear(D, P))
+    mixes(model, torch.randn(4, D), mask=torch.tensor([True, True, True, False]))
+
+
+@pytest.mark.parametrize("B", [2, 3, 4, 7])
+@pytest.mark.parametrize("where", ["model", "loss"])
+def test_a_gradient_that_depends_on_how_many_others_there_are(where, B):
+    """Removing one example would change all."""
+    share = lambda h: h / len(h)  # noqa: E731
+    model = Net(lambda n, x: share(n.one(x)) if where == "model" else n.one(x), one=nn.Linear(D, P))
+    loss = lambda o, t: share(squared(o, t)) if where == "loss" else squared(o, t)  # noqa: E731
+    with pytest.raises(Refusal, match=r"depends on how many others there are.*Reduce over each example only"):
+        clipped_gradients(model, loss, torch.randn(B, D), torch.randn(B), 1.0)
+
+
+# When it is proven
+
+
+class Switched(nn.Module):
+    """A model that mixes when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(D, P)
+        self.mixing = False
+
+    def forward(self, x):
+        return leak(self.one(x), (0, 1), False) if self.mixing else self.one(x)
+
+
+@pytest.mark.parametrize("how", ["switch", "batch size", "shape", "training", "autocast", "loss", "frozen", "dtype"])
+def test_every_kind_of_batch_is_proven(how):
+    model, x, loss = Switched(), torch.randn(4, T, D), squared
+    for _ in range(3):  # the first two are proven in any case
+        clipped_gradients(model, loss, x, torch.randn(4), 1.0)
+    model.mixing = True
+    enabled = False
+    if how == "batch size":
+        x = torch.randn(5, T, D)
+    elif how == "shape":
+        x = torch.randn(4, T + 1, D)
+    elif how == "training":
+        model.eval()
+    elif how == "autocast":
+        enabled = True
+    elif how == "loss":
+        loss = lambda outputs, targets: 2 * squared(outputs, targets)  # noqa: E731
+    elif how == "frozen":
+        model.one.bias.requires_grad_(False)
+    elif how == "dtype":
+        model, x = model.double(), x.double()
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled), pytest.raises(Refusal, match=MIXED):
+        clipped_gradients(model, loss, x, torch.randn(len(x)), 1.0)
+
+
+def test_an_engine_with_another_evaluation_is_proven_anew():
+    """What holds for one loss says nothing about another."""
+    model, batch = nn.Linear(D, P), (torch.randn(4, D), torch.randn(4))
+    engine = Engine(model)
+    for _ in range(3):
+        engine.clipped(lambda pair: squared(model(pair[0]), pair[1]), batch, 1.0)
+    with pytest.raises(Refusal, match=MIXED):
+        engine.clipped(lambda pair: squared(leak(model(pair[0]), (0, 1), False), pair[1]), batch, 1.0)
+
+
+def test_a_watched_model_with_another_loss_is_proven_anew():
+    model, x, targets = nn.Linear(D, P), torch.randn(4, D), torch.randn(4)
+    engine = Engine(model)
+    engine.watch(lambda: 4)
+    for _ in range(3):
+        engine.finish(model(x), targets, squared, 1.0)
+    with pytest.raises(Refusal, match=MIXED):
+        engine.finish(model(x), targets, lambda o, t: squared(leak(o, (0, 1), False), t), 1.0)
+
+
+def test_rules_registered_later_are_used():
+    """A refusal says to register a rule; the same model must then be tried anew."""
+    from qclip.engine import Dense, register_rule
+    from qclip.engine.rules import unregister_rule
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return grad * w, (grad * x).sum(0)
+
+    @torch.overrides.wrap_torch_function(lambda x, w: (x, w))
+    def scale(x, w):
+        return Product.apply(x, w)
+
+    model, x, targets = (
+        Net(lambda n, x: scale(n.one(x), n.w), one=nn.Linear(D, P), w=param(P)),
+        torch.randn(4, D),
+        torch.randn(4),
+    )
+    with pytest.raises(Refusal, match="register_rule"):
+        clipped_gradients(model, squared, x, targets, 1.0)
+    try:
+        register_rule(scale)(lambda grad, x, w: {"w": Dense((grad * x).sum(1))})
+        found = clipped_gradients(model, squared, x, targets, 1.0)
+    finally:
+        unregister_rule(scale)
+    assert_same(found, oracle.clipped_gradients(model, squared, x, targets, 1.0), rtol=2e-5)
+
+
+# What is found
+
+
+@pytest.mark.parametrize("batch_size", [T, 4], ids=["as long", "longer"])
+@pytest.mark.parametrize(
+    ("turn", "layout"),
+    [
+        (lambda x: x, Axis(0)),
+        (lambda x: x.transpose(0, 1), Axis(1)),
+        (lambda x: x.reshape(-1, D), Flat(T)),
+        (lambda x: x.transpose(0, 1).reshape(-1, D), Flat(T, interleaved=True)),
+    ],
+    ids=["batch first", "time first", "flattened", "interleaved"],
+)
+def test_layouts_are_found(turn, layout, batch_size):
+    def forward(n, x):
+        h = n.one(turn(x)).tanh()
+        if isinstance(layout, Axis):
+            return h.transpose(0, layout.axis)
+        return h.view(T, len(x), P).transpose(0, 1) if layout.interleaved else h.view(len(x), T, P)
+
+    plan, _ = plan_of(Net(forward, one=nn.Linear(D, P)), torch.randn(batch_size, T, D))
+    assert [site.layout for site in plan.sites] == [layout]
+    assert plan.proven
+
+
+def test_rules_and_fallbacks():
+    plan, sites = plan_of(nn.Sequential(nn.Linear(D, P), nn.PReLU()), torch.randn(4, D))
+    assert [how.by_rule for how in plan.sites] == [True, False]
+    assert len(sites) == 2
+    assert not plan.whole
+    assert plan.why == ""
+
+
+def test_tables_without_examples_are_no_business_of_a_rows_owner():
+    model = Net(
+        lambda n, i: n.words(i) + n.places(torch.arange(T)), words=nn.Embedding(7, D), places=nn.Embedding(T, D)
+    )
+    plan, sites = plan_of(model, ids(T, T, high=7))
+    assert all(how is not None for how in plan.sites)
+    assert {name for site in sites for name in site.parameters} == {"words.weight", "places.weight"}
+
+
+def test_the_reasons_are_said():
+    class Hidden(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x, w):
+            return x * w
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return grad * w, (grad * x).sum(0)
+
+    plan, _ = plan_of(Net(lambda n, x: Hidden.apply(n.one(x), n.w), one=nn.Linear(D, P), w=param(P)), torch.randn(4, D))
+    assert plan.whole == {"w"}
+    assert plan.why.startswith("'w': the loss depends on it")
+
+
+def test_unused_parameters_leave_the_proof_open():
+    """No gradient was seen at a site: the next batch is looked at again."""
+    model = Net(lambda n, x: n.one(x) + 0.0 * n.two(x), one=nn.Linear(D, P), two=nn.Linear(D, P))
+    plan, _ = plan_of(model, torch.randn(4, D))
+    assert not plan.proven
+
+
+def test_perturbed_parameters_are_put_back():
+    parameters = [param(3, 4), param(2).bfloat16().detach().requires_grad_(), nn.Parameter(torch.zeros(()))]
+    before = [p.detach().clone() for p in parameters]
+    with perturbed(parameters):
+        assert all(not torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+        assert all(float((p - old).detach().abs().max()) < 1 for p, old in zip(parameters, before, strict=True))
+    assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+    with pytest.raises(KeyError), perturbed(parameters):
+        raise KeyError
+    assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
