@@ -270,7 +270,7 @@ def gradient(function, *inputs, **parameters):
     """The gradient at the first site's output, from the loss."""
     seen, returned = capture(function, *inputs, **parameters)
     losses = squared(returned, torch.ones(B))
-    return output_gradients(losses, torch.ones(B), seen.sites, retain_graph=False)[0][0]
+    return output_gradients(losses, torch.ones(B), seen.sites, seen.parameters, retain_graph=False)[0][0]
 
 
 IN_PLACE = {
@@ -300,7 +300,7 @@ def test_an_output_overwritten_later_keeps_its_gradient(plain, in_place, shape):
 def test_unused_outputs_have_no_gradient():
     seen, returned = capture(lambda n, x: (n.one(x), n.two(x))[0], x(), one=nn.Linear(D, P), two=nn.Linear(D, P))
     losses = squared(returned, torch.ones(B))
-    first, second = output_gradients(losses, torch.ones(B), seen.sites, retain_graph=False)
+    first, second = output_gradients(losses, torch.ones(B), seen.sites, seen.parameters, retain_graph=False)
     assert first[0] is not None
     assert second == [None]
 
@@ -309,14 +309,16 @@ def test_weights_of_the_losses():
     """Left-out examples have no gradient."""
     seen, returned = capture(lambda n, x: n.one(x), x(), one=nn.Linear(D, P))
     weights = torch.tensor([1.0, 0.0, 2.0, 0.0])
-    ((grad,),) = output_gradients(squared(returned, torch.ones(B)), weights, seen.sites, retain_graph=False)
+    ((grad,),) = output_gradients(
+        squared(returned, torch.ones(B)), weights, seen.sites, seen.parameters, retain_graph=False
+    )
     assert grad[0].any()
     assert not grad[1].any()
     assert not grad[3].any()
 
 
 def test_no_sites():
-    assert output_gradients(torch.ones(2, requires_grad=True), torch.ones(2), [], retain_graph=False) == []
+    assert output_gradients(torch.ones(2, requires_grad=True), torch.ones(2), [], {}, retain_graph=False) == []
 
 
 def test_the_output_itself_is_not_held():

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import qclip
-from engine.cases import CASES, Net
+from engine.cases import STRUCTURE, Net
 from engine.cases.case import D, P, T, V, frozen, ids, param, squared
 from engine.compare import quiet
 from qclip.engine import CostModel, Refusal, clipped_gradients, explain
@@ -157,7 +157,7 @@ def test_exported():
     assert qclip.explain is explain
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", STRUCTURE, ids=lambda case: case.id)
 def test_every_row_is_explained(case):
     """Every parameter of every row is named, in order; what the engine answers, explain explains."""
     problem = case.build()

@@ -1,18 +1,20 @@
 """Every rule equals the vjp of its function, one example at a time; and users' rules work from end to end."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.cases import CASES, Net
+from engine.cases import LAYERS, OPERATIONS, PARAMETERS, Net
 from engine.cases.case import D, P, T, V, ids, param, squared
 from engine.compare import assert_same, quiet
 from qclip.engine import Dense, Engine, Outer, Rows, clipped_gradients, explain, oracle, register_rule
 from qclip.engine import batch as batches
 from qclip.engine.capture import output_gradients
 from qclip.engine.engine import call
-from qclip.engine.plan import SitePlan, gradient_forms
+from qclip.engine.plan import gradient_forms
 from qclip.engine.rules import DECOMPOSITIONS, find, unregister_rule
 
 pytestmark = quiet
@@ -308,10 +310,10 @@ def test_recurrent_layers_taken_apart_give_the_same(step):
         torch.testing.assert_close(mine, theirs)
 
 
-# On every row of the suite
+# On the rows of the suite
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", OPERATIONS + LAYERS + PARAMETERS, ids=lambda case: case.id)
 def test_rule_and_fallback_agree_at_every_site(case):
     """The rung above and the rung below, on the same inputs and gradients."""
     problem = case.build()
@@ -327,15 +329,16 @@ def test_rule_and_fallback_agree_at_every_site(case):
         pytest.skip(f"refused: {refusal}")
     torch.manual_seed(1)
     run = engine.record(evaluate, batch, B)
-    grads = output_gradients(run.losses, torch.ones_like(run.losses), run.capture.sites, retain_graph=False)
-    for site, how, found in zip(run.capture.sites, plan.sites, grads, strict=True):
+    weights, sites = torch.ones_like(run.losses), run.capture.sites
+    grads = output_gradients(run.losses, weights, sites, run.capture.parameters, retain_graph=False)
+    for site, how, found in zip(sites, plan.sites, grads, strict=True):
         if how is None or not how.by_rule or found[0] is None:
             continue
         by_rule = gradient_forms(site, how, found, B)
         again = None
         for dims in (len(site.outputs[0].shape), None):
             try:
-                again = gradient_forms(site, SitePlan(how.layout, by_rule=False, dims=dims), found, B)
+                again = gradient_forms(site, replace(how, by_rule=False, dims=dims), found, B)
                 break
             except (RuntimeError, ValueError, IndexError):
                 continue  # vmap does not know every function that has a rule

@@ -41,6 +41,13 @@ def size(batch: Any, mask: Tensor | None = None) -> int:
     return next((length for length in lengths if length != 1), 1)
 
 
+def size_of_pair(inputs: Any, targets: Any, mask: Tensor | None = None) -> int:
+    """The number of examples of inputs and targets: the targets decide, because they are rarely shared."""
+    if mask is not None:
+        return size((inputs, targets), mask)
+    return size(targets if any(leaf.dim() for leaf in tensors(targets)) else inputs)
+
+
 def is_example_wise(leaf: Any, batch_size: int) -> bool:
     """Whether a leaf of the batch has one row per example."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch_size

@@ -111,14 +111,16 @@ _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__i
 
 
 def output_gradients(
-    losses: Tensor, weights: Tensor, sites: Sequence[Site], *, retain_graph: bool
+    losses: Tensor, weights: Tensor, sites: Sequence[Site], parameters: Mapping[str, Tensor], *, retain_graph: bool
 ) -> list[list[Tensor | None]]:
     """The gradient of the weighted losses at every output of every site; None where there is none."""
     outputs = [output for site in sites for output in site.outputs]
     if not outputs:
         return []
     edges = [output.edge for output in outputs]
+    before = {name: (p.grad, None if p.grad is None else p.grad._version) for name, p in parameters.items()}
     grads = torch.autograd.grad([losses], edges, grad_outputs=[weights], retain_graph=retain_graph, allow_unused=True)
+    _require_untouched(parameters, before)
     shaped = iter(
         None if grad is None else grad.reshape(output.shape) for grad, output in zip(grads, outputs, strict=True)
     )
@@ -133,6 +135,23 @@ _ROUTERS = {
     _T.scatter_, torch.scatter_add, _T.scatter_add, _T.scatter_add_, torch.index_add, _T.index_add,
     _T.index_add_, torch.index_copy, _T.index_copy, _T.index_copy_, torch.index_put, _T.index_put, _T.index_put_,
 }  # fmt: skip
+
+
+def _require_untouched(
+    parameters: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor | None, int | None]]
+) -> None:
+    """Refuse a backward pass that writes raw gradients by itself, as reentrant checkpoints and reversible layers do."""
+    written = []
+    for name, parameter in parameters.items():
+        grad, version = before[name]
+        if parameter.grad is not grad or (grad is not None and grad._version != version):
+            written.append(repr(name))
+            parameter.grad = grad if parameter.grad is not grad else None
+    if written:
+        raise Refusal(
+            f"the backward pass wrote raw gradients into {', '.join(written)}: a custom function calls backward() inside; "
+            "use torch.utils.checkpoint with use_reentrant=False, or return the gradients from the function"
+        )
 
 
 class Capture(TorchFunctionMode):
@@ -298,12 +317,10 @@ class Capture(TorchFunctionMode):
                 if source is not None or id(x) in self._fixed:
                     fixed.add(id(plain))
                 return plain
-            if isinstance(x, (tuple, list)):
-                return type(x)(map(detach, x)) if type(x) in (tuple, list) else tuple(map(detach, x))
             return x
 
-        args = tuple(map(detach, args))
-        kwargs = {key: detach(x) for key, x in kwargs.items()}
+        args = tuple(map_leaves(x, detach) for x in args)
+        kwargs = {key: map_leaves(x, detach) for key, x in kwargs.items()}
         return Call(function, args, kwargs, sources, tuple(versions), frozenset(fixed))
 
     def _derive(self, call: Call, results: list[Tensor]) -> None:
@@ -344,6 +361,14 @@ def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (tuple, list)):
             yield from tensors(value)
+
+
+def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to everything in lists and tuples. (A closure that calls itself would keep tensors alive.)"""
+    if isinstance(value, (tuple, list)):
+        mapped = [map_leaves(x, function) for x in value]
+        return mapped if isinstance(value, list) else tuple(mapped)
+    return function(value)
 
 
 def is_in_place(function: Callable[..., Any]) -> bool:

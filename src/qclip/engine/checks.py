@@ -19,7 +19,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
     name = type(model).__name__
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or name.startswith("FSDP"):
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or name.startswith(
+        ("FSDP", "FullyShard")
+    ):
         raise Refusal(f"{name} synchronises raw gradients between processes; pass the module inside it (model.module)")
     if isinstance(model, torch.jit.ScriptModule):
         raise Refusal(
@@ -58,17 +60,22 @@ class State:
     """The parameters and buffers as they were before a forward pass."""
 
     tensors: Mapping[str, tuple[Tensor, int]]
+    buffers: Mapping[str, Tensor] | None
+    """Copies, for the few functions that write without raising the version, such as torch's own batch norm."""
 
     @staticmethod
-    def of(model: nn.Module) -> "State":
+    def of(model: nn.Module, *, copy_buffers: bool = False) -> "State":
         """Now."""
-        return State({name: (x, x._version) for name, x in named_tensors(model)})
+        buffers = {name: x.detach().clone() for name, x in model.named_buffers()} if copy_buffers else None
+        return State({name: (x, x._version) for name, x in named_tensors(model)}, buffers)
 
     def require_unmoved(self, model: nn.Module, allowed: Iterable[str]) -> None:
         """Refuse a forward pass that changed a parameter or buffer, other than those declared data-independent."""
         for name, x in named_tensors(model):
             before = self.tensors.get(name)
-            if before is not None and before[0] is x and before[1] == x._version:
+            copy = None if self.buffers is None else self.buffers.get(name)
+            same = copy is None or torch.equal(torch.nan_to_num(copy), torch.nan_to_num(x))
+            if same and before is not None and before[0] is x and before[1] == x._version:
                 continue
             if any(fnmatchcase(name, pattern) for pattern in allowed):
                 continue
@@ -197,20 +204,6 @@ def require_unchanged_inputs(sites: Iterable[Site]) -> None:
                     f"an input of {site} was changed in place after it was used; replace the in-place operation on it "
                     "(such as x += y) by one that makes a new tensor (x = x + y)"
                 )
-
-
-def require_untouched_grads(
-    parameters: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor | None, int | None]]
-) -> None:
-    """Refuse a backward pass that writes raw gradients by itself, as reentrant checkpoints and reversible layers do."""
-    for name, parameter in parameters.items():
-        grad, version = before[name]
-        if parameter.grad is not grad or (grad is not None and grad._version != version):
-            parameter.grad = grad if parameter.grad is not grad else None
-            raise Refusal(
-                f"the backward pass wrote a raw gradient into {name!r}: a custom function calls backward() inside; use "
-                "torch.utils.checkpoint with use_reentrant=False, or return the gradients from the function"
-            )
 
 
 Evaluate = Callable[[Any], Tensor]

@@ -53,6 +53,11 @@ class Windows(Products):
         return self.shape.numel()
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of its tensors."""
+        return self.grads.dtype
+
+    @property
     def examples(self) -> int:
         """B."""
         return self.count

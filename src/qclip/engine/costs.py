@@ -47,4 +47,4 @@ class CostModel:
     @staticmethod
     def kept_bytes_of(form: Products) -> int:
         """How much memory all gradients of the form take."""
-        return 4 * form.examples * form.size
+        return max(4, form.dtype.itemsize) * form.examples * form.size

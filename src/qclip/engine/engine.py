@@ -1,6 +1,5 @@
 """The eager driver: one forward pass, one backward pass to the sites, norms, clip factors, sums."""
 
-import sys
 import types
 import warnings
 import weakref
@@ -35,6 +34,7 @@ from qclip.engine.proof import NotSpreading, Trial, perturbed, prove
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 from qclip.engine.result import ClippedGradients
+from qclip.engine.uncompiled import uncompiled
 from qclip.engine.watch import Watch, Watched
 
 
@@ -79,6 +79,7 @@ class Engine:
         """Where the parameters are."""
         return next(iter(self.parameters.values())).device
 
+    @torch.enable_grad()
     def clipped(
         self, evaluate: Evaluate, batch: Any, clip_norm: ClipNorm, *, mask: Tensor | None = None
     ) -> ClippedGradients:
@@ -104,6 +105,7 @@ class Engine:
         self._watch = Watch(self.model, begin)
         return self._watch
 
+    @torch.enable_grad()
     def finish(
         self,
         outputs: Any,
@@ -135,10 +137,11 @@ class Engine:
 
         def evaluate(batch: Any) -> Tensor:
             (args, kwargs), others = batch
-            return loss(find(self.model(*args, **kwargs)), others)
+            return loss(find(watched.again(self.model, args, kwargs)), others)
 
         run = watched.run
         run.state.require_unmoved(self.model, self.data_independent)
+        checks.require_unchanged_inputs(run.capture.sites)
         run.losses = loss(outputs, targets)
         batch = ((watched.args, watched.kwargs), targets)
         return self._finish(run, evaluate, batch, self.groups.thresholds(clip_norm), mask, kind=loss)
@@ -151,9 +154,12 @@ class Engine:
         *,
         keep_values: bool = False,
         observe: Callable[[int, Tensor], None] | None = None,
+        proving: bool = False,
     ) -> "Run":
         """Run the evaluation with every use of a parameter captured."""
         run = self._begin(batch, count, keep_values=keep_values, observe=observe)
+        if proving:
+            run.state = checks.State.of(self.model, copy_buffers=True)
         self._recording = True
         versions = [(x, x._version) for x in batches.tensors(batch)]
         try:
@@ -167,6 +173,7 @@ class Engine:
             raise Refusal(
                 "the model changes its input in place; let it make a new tensor (x = x - 1 instead of x -= 1)"
             )
+        checks.require_unchanged_inputs(run.capture.sites)
         return run
 
     def _begin(
@@ -216,6 +223,7 @@ class Engine:
         run, _, parts = self.parts(run, keep, evaluate, batch, kind=kind)
         return self._clip(parts, run.losses, keep, thresholds)
 
+    @torch.enable_grad()
     def parts(
         self, run: "Run", keep: Tensor, evaluate: Evaluate, batch: Any, *, kind: Any = None
     ) -> "tuple[Run, Plan, Parts]":
@@ -272,7 +280,7 @@ class Engine:
         ) -> Trial:
             with run.random_state.replayed():
                 start = RandomState.now(self.device)
-                again = self.record(evaluate, batch, count, keep_values=keep_values, observe=observe)
+                again = self.record(evaluate, batch, count, keep_values=keep_values, observe=observe, proving=True)
                 return Trial(again.capture, again.losses, not start.unmoved())
 
         try:
@@ -300,6 +308,7 @@ class Engine:
         if not plan.whole:
             return
         names, why = sorted(plan.whole), plan.why
+        self._recording = True
         try:
             again, grads = fallback.whole_model_gradients(
                 self.model, evaluate, batch, run.count, names, run.random_state
@@ -309,6 +318,8 @@ class Engine:
             raise Refusal(
                 f"no exact way to clip {why}. Running the model example by example failed too: {reason}. {_REMEDY}"
             ) from error
+        finally:
+            self._recording = False
         if not fallback.close(again.detach(), run.losses.detach()):
             raise Refusal(f"no exact way to clip {why}. Run example by example the model gives other losses. {_REMEDY}")
         for name in names:
@@ -387,8 +398,7 @@ class Run:
 
     def enter(self, stack: ExitStack) -> None:
         """Start capturing, until the stack is closed. Compiled parts of the model run uncompiled meanwhile."""
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled())
         stack.enter_context(self.capture)
 
 
@@ -455,6 +465,5 @@ def clipped_gradients(
 
     if isinstance(inputs, Mapping):
         inputs = dict(inputs)
-    count = batches.size(targets if any(x.dim() for x in batches.tensors(targets)) else inputs, mask)
-    keep = batches.full_mask(count, mask, engine.device)
+    keep = batches.full_mask(batches.size_of_pair(inputs, targets, mask), mask, engine.device)
     return engine.clipped(evaluate, (inputs, targets), clip_norm, mask=keep)

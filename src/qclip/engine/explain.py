@@ -66,11 +66,11 @@ def explain(
     1.weight   1      vmap of the function  torch.nn.functional.prelu
     """
     engine = Engine(model, costs=costs)
-    count = batches.size((batch, targets))
+    count = batches.size_of_pair(batch, targets)
 
     def evaluate(pair: tuple[Any, Any]) -> Tensor:
         returned = call(engine.model, pair[0])
-        return _stand_in(returned, batches.size(pair)) if loss is None else loss(returned, pair[1])
+        return _stand_in(returned, batches.size_of_pair(*pair)) if loss is None else loss(returned, pair[1])
 
     run = engine.record(evaluate, (batch, targets), count)
     checks.require_losses(run.losses, count)

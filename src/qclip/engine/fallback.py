@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from qclip.engine import batch as batches
-from qclip.engine.capture import Call, Site, tensors
+from qclip.engine.capture import Call, Site, map_leaves, tensors
 from qclip.engine.layouts import Layout
 from qclip.engine.randomness import RandomState
 
@@ -88,13 +88,14 @@ def _example_function(
                 kind, k = places.get(id(x), ("", 0))
                 x = given[kind][k] if kind else x
                 return x if site.cast_to is None or not x.is_floating_point() else x.to(site.cast_to)
-            if isinstance(x, (tuple, list)):
-                return type(x)(map(fill, x))
             return x
 
         # vmap does not know every function that autocast does, so the casts are made here.
         with torch.autocast(call.versions[0][0].device.type, enabled=False):
-            result = call.function(*map(fill, call.args), **{key: fill(x) for key, x in call.kwargs.items()})
+            result = call.function(
+                *(map_leaves(x, fill) for x in call.args),
+                **{key: map_leaves(x, fill) for key, x in call.kwargs.items()},
+            )
         results = list(tensors((result,)))
         return tuple(results[output.position] for output in site.outputs)
 

@@ -81,6 +81,11 @@ class Products(Form):
 
     @property
     @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of its tensors."""
+
+    @property
+    @abstractmethod
     def examples(self) -> int:
         """B."""
 
@@ -162,6 +167,11 @@ class Outer(Products):
     def size(self) -> int:
         """G M N."""
         return self.shape.numel()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its tensors."""
+        return self.left.dtype
 
     @property
     def examples(self) -> int:

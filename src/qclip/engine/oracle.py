@@ -34,7 +34,7 @@ def clipped_gradients(
     def evaluate(pair: tuple[Any, Any]) -> Tensor:
         return loss(call(model, pair[0]), pair[1])
 
-    keep = batches.full_mask(batches.size((targets, inputs), mask), mask, torch.device("cpu"))
+    keep = batches.full_mask(batches.size_of_pair(inputs, targets, mask), mask, torch.device("cpu"))
     return clipped(
         model, evaluate, (inputs, targets), clip_norm, groups=groups, mask=keep, shared_forward=shared_forward
     )

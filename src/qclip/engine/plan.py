@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qclip.engine import fallback
-from qclip.engine.capture import Site
+from qclip.engine.capture import Site, map_leaves
 from qclip.engine.convolutions import Windows
 from qclip.engine.forms import Dense, Outer, Rows
 from qclip.engine.layouts import Layout
@@ -62,14 +62,14 @@ def _rule_forms(site: Site, layout: Layout, grad: Tensor, batch_size: int) -> di
         return {}  # rules are written for real numbers
 
     def by_example(x: Any) -> Any:
-        if isinstance(x, Tensor) and id(x) not in call.fixed:
-            if entry.broadcasts and x.dim() < dims:
-                x = x[(None,) * (dims - x.dim())]
-            return layout.by_example(x, batch_size) if layout.holds(x, batch_size) else x
-        return type(x)(map(by_example, x)) if isinstance(x, (tuple, list)) else x
+        if not isinstance(x, Tensor) or id(x) in call.fixed:
+            return x
+        if entry.broadcasts and x.dim() < dims:
+            x = x[(None,) * (dims - x.dim())]
+        return layout.by_example(x, batch_size) if layout.holds(x, batch_size) else x
 
-    args = tuple(map(by_example, call.args))
-    kwargs = {key: by_example(x) for key, x in call.kwargs.items()}
+    args = tuple(map_leaves(x, by_example) for x in call.args)
+    kwargs = {key: map_leaves(x, by_example) for key, x in call.kwargs.items()}
     with torch.no_grad():
         gradients = entry.rule(layout.by_example(grad, batch_size), *args, **kwargs)
     bound = entry.signature.bind(grad, *args, **kwargs).arguments
@@ -130,4 +130,6 @@ def _fits(gradient: Gradient | None, shape: torch.Size, batch_size: int) -> bool
     form = gradient() if callable(gradient) else gradient
     if isinstance(form, Dense):
         return form.grads.shape == (batch_size, *shape)
+    if isinstance(form, Outer) and form.left.shape[1] * form.sides[0] * form.sides[1] != form.size:
+        return False
     return isinstance(form, (Outer, Windows, Rows)) and form.shape == shape

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from qclip.engine import batch as batches
-from qclip.engine.capture import Capture, Site, output_gradients
+from qclip.engine.capture import Capture, output_gradients
 from qclip.engine.layouts import Layout, Single, candidates
 from qclip.engine.plan import Plan, SitePlan, plan_site, signature
 from qclip.engine.refusal import Refusal
@@ -35,6 +35,11 @@ class Trial:
     losses: Tensor
     random: bool
     """Whether it drew random numbers."""
+
+    def gradients(self, weights: Tensor, *, retain_graph: bool = False) -> list[list[Tensor | None]]:
+        """Of the weighted losses, at every output of every site."""
+        sites, parameters = self.capture.sites, self.capture.parameters
+        return output_gradients(self.losses, weights, sites, parameters, retain_graph=retain_graph)
 
 
 class Rerun(Protocol):
@@ -77,13 +82,14 @@ def prove(
     with perturbed(capture.parameters.values()):
         batch, healthy = _healthy(rerun, batch, count)
         trial = rerun(batch, count, keep_values=True)
-        _require_repeatable(trial.capture, capture)
-        layouts, shown = _owners(trial.capture.sites, trial.losses, count)
+        if signature(trial.capture.sites) != signature(capture.sites):
+            raise _unrepeatable(unseen)
+        layouts, shown = _owners(trial, count)
         failed = [site.spread for site, each in zip(trial.capture.sites, layouts, strict=True) if not each]
         if any(ordinal is not None for ordinal in failed):
             raise NotSpreading(frozenset(ordinal for ordinal in failed if ordinal is not None))
         plans = []
-        grads = output_gradients(trial.losses, torch.ones_like(trial.losses), trial.capture.sites, retain_graph=False)
+        grads = trial.gradients(torch.ones_like(trial.losses))
         for site, admitted, found in zip(trial.capture.sites, layouts, grads, strict=True):
             with torch.autocast(trial.losses.device.type, enabled=False):
                 plan, reason = plan_site(site, admitted, found, count)
@@ -105,12 +111,17 @@ def prove(
     return Plan(used, whole, reasons, proven=healthy and certain and not capture.routes)
 
 
-def _require_repeatable(again: Capture, capture: Capture) -> None:
-    if signature(again.sites) != signature(capture.sites):
-        raise Refusal(
-            "the model did not do the same twice on the same batch; its forward pass must depend on nothing but its "
-            "inputs, its parameters and random numbers from torch, numpy or random"
+def _unrepeatable(unseen: Sequence[str]) -> Refusal:
+    if unseen:
+        names = ", ".join(map(repr, unseen))
+        return Refusal(
+            f"{names}: the loss depends on it outside of the forward pass; use training.step(batch), or a "
+            "per_example_loss, which see the loss too"
         )
+    return Refusal(
+        "the model did not do the same twice on the same batch; its forward pass must depend on nothing but its "
+        "inputs, its parameters and random numbers from torch, numpy or random"
+    )
 
 
 def _healthy(rerun: Rerun, batch: Any, batch_size: int) -> tuple[Any, bool]:
@@ -126,7 +137,7 @@ def _healthy(rerun: Rerun, batch: Any, batch_size: int) -> tuple[Any, bool]:
 
     def is_finite(other: Any) -> bool:
         trial = rerun(other, batch_size)
-        grads = output_gradients(trial.losses, torch.ones_like(trial.losses), trial.capture.sites, retain_graph=False)
+        grads = trial.gradients(torch.ones_like(trial.losses))
         return all(bool(grad.isfinite().all()) for each in grads for grad in each if grad is not None)
 
     good = rerun(batch, batch_size).losses.detach().isfinite()
@@ -140,12 +151,12 @@ def _healthy(rerun: Rerun, batch: Any, batch_size: int) -> tuple[Any, bool]:
     return batch if bool(good.all()) else only(good), True
 
 
-def _owners(sites: Sequence[Site], losses: Tensor, batch_size: int) -> tuple[list[list[Layout]], list[bool]]:
+def _owners(trial: Trial, batch_size: int) -> tuple[list[list[Layout]], list[bool]]:
     """For each site the layouts that pass the proof, and whether it showed any gradient."""
-    layouts = [list(candidates(site.outputs[0].shape, batch_size)) for site in sites]
-    shown = [False] * len(sites)
-    for half in _halves(batch_size, losses):
-        for k, grads in enumerate(output_gradients(losses, half, sites, retain_graph=True)):
+    layouts = [list(candidates(site.outputs[0].shape, batch_size)) for site in trial.capture.sites]
+    shown = [False] * len(layouts)
+    for half in _halves(batch_size, trial.losses):
+        for k, grads in enumerate(trial.gradients(half, retain_graph=True)):
             layouts[k] = [layout for layout in layouts[k] if _owns(layout, grads, half, batch_size)]
             shown[k] |= any(grad is not None and bool(grad.count_nonzero()) for grad in grads)
     return layouts, shown
@@ -213,11 +224,8 @@ class Traces:
         traces = Traces(plans, count)
         trial = rerun(batch, count, observe=lambda k, value: traces._note(traces.values, k, value))
         traces.losses = trial.losses.detach()
-        sites = trial.capture.sites
-        traces.sites = [str(site) for site in sites]
-        for k, grads in enumerate(
-            output_gradients(trial.losses, torch.ones_like(traces.losses), sites, retain_graph=False)
-        ):
+        traces.sites = [str(site) for site in trial.capture.sites]
+        for k, grads in enumerate(trial.gradients(torch.ones_like(traces.losses))):
             if grads[0] is not None:
                 traces._note(traces.grads, k, grads[0])
         return traces
@@ -246,6 +254,17 @@ class Traces:
         a, b = self.losses[mine].double(), other.losses[its].double()
         return -1 if bool(((a - b).abs() > tolerance * (a.abs() + b.abs()) + 1e-12).any()) else None
 
+    def where(self, site: int) -> str:
+        """In words: a site, or for the losses the last site that could not be compared."""
+        unknown = [name for name, plan in zip(self.sites, self.plans, strict=False) if plan is None]
+        return (
+            f"at or before {self.sites[site]}"
+            if site >= 0
+            else f"at or after {unknown[-1]}"
+            if unknown
+            else "in the loss"
+        )
+
 
 _MIX = (
     "Per-example clipping needs a model in which they do not: replace batch statistics (BatchNorm by GroupNorm), "
@@ -257,12 +276,17 @@ _MIX = (
 def _require_separation(rerun: Rerun, batch: Any, count: int, plans: Sequence[SitePlan | None]) -> None:
     """Refuse a model in which an example depends on the others, even where no gradient shows it."""
     before = Traces.of(rerun, batch, count, plans)
+    everyone = torch.arange(count, device=before.losses.device)
+    again = Traces.of(rerun, batch, count, plans)
+    tolerance = _tolerance(before.losses, 1e-4, 1e-2)
+    if before.first_difference(again, everyone, everyone, tolerance) is not None:
+        raise _unrepeatable(())
     for half in _halves(count, before.losses):
         stay, index = _replacement(half)
         after = Traces.of(rerun, batches.select(batch, index, count), count, plans)
-        site = before.first_difference(after, stay, stay, _tolerance(before.losses, 1e-4, 1e-2))
+        site = before.first_difference(after, stay, stay, tolerance)
         if site is not None:
-            raise Refusal(f"examples mix: replacing some of them changed others, {_at(site, plans)}. {_MIX}")
+            raise Refusal(f"examples mix: replacing some of them changed others, {before.where(site)}. {_MIX}")
 
 
 def _require_any_size(rerun: Rerun, batch: Any, count: int, plans: Sequence[SitePlan | None]) -> None:
@@ -277,7 +301,7 @@ def _require_any_size(rerun: Rerun, batch: Any, count: int, plans: Sequence[Site
     site = usual.first_difference(other, both, both, _tolerance(usual.losses, 1e-2, 0.2))
     if site is not None:
         raise Refusal(
-            f"an example's gradient depends on how many others there are, {_at(site, plans)}: such as a loss divided "
+            f"an example's gradient depends on how many others there are, {usual.where(site)}: such as a loss divided "
             "by the batch's size or its number of tokens. Reduce over each example only; the clipped sum is divided by "
             "the expected batch size later"
         )
@@ -286,11 +310,6 @@ def _require_any_size(rerun: Rerun, batch: Any, count: int, plans: Sequence[Site
 def _tolerance(losses: Tensor, single: float, half: float) -> float:
     autocast = torch.is_autocast_enabled(losses.device.type)
     return half if autocast or losses.dtype == torch.bfloat16 else single
-
-
-def _at(site: int, plans: Sequence[SitePlan | None]) -> str:
-    plan = plans[site] if site >= 0 else None
-    return "in the loss" if plan is None else f"at or before {plan.name}"
 
 
 def _replacement(half: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ Two hooks on the root module do it. A copy of the model (for an average of its w
 that do nothing.
 """
 
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import is_dataclass
@@ -21,9 +22,20 @@ class Watched:
     def __init__(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.run, self.args, self.kwargs = run, args, kwargs
         self.returned: Any = None
+        kinds = {x.device.type for x in run.capture.parameters.values()}
+        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+
+    def again(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model as it was called, under the same autocast."""
+        with ExitStack() as stack:
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            return model(*args, **kwargs)
 
     def finder(self, outputs: Any) -> Callable[[Any], Any] | None:
         """How to find the user's ``outputs`` in what the model returns; None if they were computed from it."""
+        if outputs is self.returned:
+            return lambda returned: returned
         places = {id(leaf): k for k, leaf in enumerate(_leaves(self.returned))}
         wanted, structure = pytree.tree_flatten(outputs)
         if not all(id(leaf) in places for leaf in wanted):
@@ -43,16 +55,23 @@ def _leaves(returned: Any) -> list[Any]:
     return [part for leaf in leaves for part in (_leaves(vars(leaf)) if is_dataclass(leaf) else [leaf])]
 
 
+_watches: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Watch]]" = weakref.WeakKeyDictionary()
+
+
 class Watch:
-    """The hooks on a model; `remove` takes them off."""
+    """The hooks on a model; `remove` takes them off. A model has one watch, the latest."""
 
     def __init__(self, model: nn.Module, begin: Callable[[tuple[Any, ...], dict[str, Any]], Watched | None]) -> None:
         self.last: Watched | None = None
         """The last captured forward pass."""
         self._begin = begin
         self._open: tuple[Watched, ExitStack] | None = None
+        earlier = _watches[model]() if model in _watches else None
+        if earlier is not None:
+            earlier.remove()
+        _watches[model] = weakref.ref(self)
         self._handles = (
-            model.register_forward_pre_hook(_Hook(self._enter), with_kwargs=True),
+            model.register_forward_pre_hook(_Hook(self._enter), prepend=True, with_kwargs=True),
             model.register_forward_hook(_Hook(self._leave), always_call=True),
         )
 
@@ -63,8 +82,6 @@ class Watch:
         self.last = None
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return  # nothing can be captured; `finish` says so
         if self._open is not None:  # left behind by an interrupt; or the model calls itself, which is refused later
             self._open[1].close()
             self._open = None
@@ -83,7 +100,7 @@ class Watch:
         (watched, stack), self._open = self._open, None
         stack.close()
         watched.returned = returned
-        self.last = watched
+        self.last = None if returned is None else watched  # None: the forward pass failed
 
 
 class _Hook:
@@ -93,7 +110,8 @@ class _Hook:
         self._function = function
 
     def __call__(self, *args: Any) -> None:
-        return self._function(*args)
+        if not torch.compiler.is_compiling():  # nothing could be captured; `finish` says so
+            self._function(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return do_nothing

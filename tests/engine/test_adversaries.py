@@ -1,0 +1,342 @@
+"""Models that do what they were not seen to do at first: each is refused, or proven anew, and never wrong in silence."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
+
+from engine.cases import Net
+from engine.cases.case import D, P, T, param, squared
+from engine.compare import assert_same
+from qclip.engine import Engine, Refusal, clipped_gradients, oracle
+
+B = 4
+pytestmark = pytest.mark.filterwarnings("ignore:data decide which rows of the batch go where:UserWarning")
+
+
+def assert_right(model, *batches, loss=squared, rtol=1e-4):
+    """Every batch in turn equals the oracle, or the engine refuses it."""
+    for inputs, targets in batches:
+        try:
+            found = clipped_gradients(model, loss, inputs, targets, 0.5)
+        except Refusal:
+            return
+        assert_same(found, oracle.clipped_gradients(model, loss, inputs, targets, 0.5), rtol=rtol)
+
+
+def layers():
+    return {"one": nn.Linear(D, P), "two": nn.Linear(P, 2)}
+
+
+# The first batch does not show it
+
+
+def test_mixing_that_is_drawn_at_random():
+    model = Net(
+        lambda n, x: n.two(n.one(x if torch.rand(()) < 0.5 else 0.6 * x + 0.4 * x.roll(1, 0)).tanh()), **layers()
+    )
+    x, targets = torch.randn(B, D), torch.randn(B)
+    outcomes = set()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        mixes = bool(torch.rand(()) >= 0.5)
+        torch.manual_seed(seed)
+        try:
+            clipped_gradients(model, squared, x, targets, 0.5)
+            outcomes.add((mixes, "taken"))
+        except Refusal:
+            outcomes.add((mixes, "refused"))
+    assert outcomes == {(True, "refused"), (False, "taken")}
+
+
+def test_sorted_by_length():
+    def forward(n, x, lengths):
+        order = lengths.argsort()
+        return n.two(n.one(x[order]).tanh()[order.argsort()])
+
+    model = Net(forward, **layers())
+    sorted_first = torch.tensor([1, 2, 3, 4]), torch.tensor([4, 1, 3, 2])
+    assert_right(model, *[((torch.randn(B, D), lengths), torch.randn(B)) for lengths in sorted_first])
+
+
+def test_routed_to_experts():
+    def forward(n, x, choice):
+        flat, out = x.flatten(0, 1), torch.zeros(x.shape[0] * x.shape[1], 2)
+        for k, expert in enumerate((n.first, n.second)):
+            where = (choice.flatten() == k).nonzero().squeeze(1)
+            out = out.index_add(0, where, expert(flat[where]))
+        return out.view(len(x), -1)
+
+    model = Net(forward, first=nn.Linear(D, 2), second=nn.Linear(D, 2))
+    even = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1]])
+    uneven = torch.tensor([[0, 0, 0, 1], [0, 1, 1, 1]])
+    assert_right(model, *[((torch.randn(2, 4, D), choice), torch.randn(2)) for choice in (even, uneven)])
+
+
+def test_a_loss_over_the_tokens_of_the_batch():
+    def loss(outputs, mask):
+        return (outputs.square().mean(-1) * mask).sum(1) / mask.sum()
+
+    with pytest.raises(Refusal, match="how many others there are"):
+        clipped_gradients(nn.Linear(D, 2), loss, torch.randn(B, T, D), torch.ones(B, T), 1.0)
+
+
+def test_a_flag_that_turns_the_layout():
+    def forward(n, x):
+        if n.time_first:
+            return n.two(n.one(x.transpose(0, 1)).tanh()).transpose(0, 1)
+        return n.two(n.one(x).tanh())
+
+    model = Net(forward, **layers())
+    for model.time_first in (False, True, False):
+        assert_right(model, (torch.randn(B, B, D), torch.randn(B)))
+
+
+def test_a_layout_that_two_readings_admit():
+    def forward(n, x, lengths):
+        return n.two(n.one(x.transpose(0, 1)).tanh()[lengths - 1, torch.arange(len(x))])
+
+    model = Net(forward, **layers())
+    lengths = torch.arange(1, B + 1), torch.full((B,), B)
+    assert_right(model, *[((torch.randn(B, B, D), length), torch.randn(B)) for length in lengths])
+
+
+def test_a_branch_on_the_batch():
+    def forward(n, x):
+        h = n.one(x).tanh()
+        return n.two(h) if h.mean() > 0 else n.two(2 * h)
+
+    model = Net(forward, **layers())
+    for seed in range(6):
+        torch.manual_seed(seed)
+        x = torch.randn(B, D)
+        with torch.no_grad():
+            sign = model.one(x).tanh().mean(1).sign()
+        if abs(sign.sum()) == B:  # alone, each example would take the same branch
+            assert_right(model, (x, torch.randn(B)))
+
+
+# No value or no gradient shows it
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, t: squared(o, t) / len(t),
+        lambda o, t: squared(o, t) * squared(o, t).detach().softmax(0),
+        lambda o, t: (v := squared(o, t)).detach() + (v - v.detach()) * v.detach().softmax(0),
+    ],
+    ids=["divided by the batch", "weighted by the batch", "weighted behind a detach"],
+)
+def test_losses_that_look_at_the_batch(loss):
+    with pytest.raises(Refusal, match=r"examples mix|how many others"):
+        clipped_gradients(nn.Linear(D, P), loss, torch.randn(B, D), torch.randn(B), 1.0)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, t: (v := squared(o, t)) - v.detach(),
+        lambda o, t: (v := squared(o, t)) / v.detach(),
+        lambda o, t: squared(o, t) + 1e6,
+    ],
+    ids=["always zero", "always one", "hidden by a constant"],
+)
+def test_mixing_that_the_losses_hide(loss):
+    model = Net(lambda n, x: n.two(n.one(x - x.mean(0)).tanh()), **layers())
+    with pytest.raises(Refusal, match="examples mix"):
+        clipped_gradients(model, loss, torch.randn(B, D), torch.randn(B), 1.0)
+
+
+def test_mixing_in_the_backward_pass_alone():
+    def forward(n, x):
+        h = n.one(x).tanh()
+        if h.requires_grad:
+            h.register_hook(lambda grad: grad / grad.norm())
+        return n.two(h)
+
+    with pytest.raises(Refusal, match=r"examples mix|how many others"):
+        clipped_gradients(Net(forward, **layers()), squared, torch.randn(B, D), torch.randn(B), 1.0)
+
+
+def test_inputs_that_cannot_be_told_apart():
+    @dataclass
+    class Inputs:
+        x: torch.Tensor
+
+    model = Net(lambda n, inputs: n.one(inputs.x - inputs.x.mean(0)), one=nn.Linear(D, P))
+    with pytest.raises(Refusal, match="the batch holds a Inputs"):
+        clipped_gradients(model, squared, (Inputs(torch.randn(B, D)),), torch.randn(B), 1.0)
+    numpy = Net(lambda n, x: n.one(torch.as_tensor(x)), one=nn.Linear(D, P))
+    with pytest.raises(Refusal, match="the batch holds a ndarray"):
+        clipped_gradients(numpy, squared, (torch.randn(B, D).numpy(),), torch.randn(B), 1.0)
+    with pytest.raises(Refusal, match="to_dense"):
+        clipped_gradients(nn.Linear(D, P), squared, torch.eye(D).to_sparse(), torch.randn(D), 1.0)
+
+
+def test_outputs_mixed_by_the_user():
+    model, x, targets = nn.Linear(D, P), torch.randn(B, D), torch.randn(B)
+    engine = Engine(model)
+    engine.watch(lambda: B)
+    outputs = model(x)
+    with pytest.raises(Refusal, match="must be what the model just returned"):
+        engine.finish(outputs - outputs.mean(0).detach(), targets, squared, 1.0)
+
+
+# Gradients that go elsewhere
+
+
+def test_a_value_kept_from_before():
+    model = Net(lambda n, x: x * n.kept, p=param(D))
+    model.kept = model.p.exp()
+    with pytest.raises(Refusal, match="'p'"):
+        clipped_gradients(model, squared, torch.randn(B, D), torch.randn(B), 1.0)
+
+
+def test_a_cached_parametrisation():
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(D, P))
+    x, targets = torch.randn(B, D), torch.randn(B)
+    with parametrize.cached():
+        model(x)
+        try:
+            found = clipped_gradients(model, squared, x, targets, 1.0)
+        except Refusal:
+            return
+    assert_same(found, oracle.clipped_gradients(model, squared, x, targets, 1.0), rtol=1e-4)
+
+
+def test_a_hook_on_a_parameter():
+    model, x, targets = nn.Linear(D, P), torch.randn(B, D), torch.randn(B)
+    clipped_gradients(model, squared, x, targets, 1.0)
+    model.weight.register_hook(lambda grad: 2 * grad)
+    with pytest.raises(Refusal, match="'weight' has a gradient hook"):
+        clipped_gradients(model, squared, x, targets, 1.0)
+
+
+# What must work
+
+
+def test_float32_and_float64_side_by_side():
+    model = Net(lambda n, x: n.one(x).double() * n.p, one=nn.Linear(D, P), p=nn.Parameter(torch.randn(P).double()))
+    assert_same(
+        clipped_gradients(model, squared, (x := torch.randn(B, D)), (y := torch.randn(B)), 0.5),
+        oracle.clipped_gradients(model, squared, x, y, 0.5),
+        rtol=2e-5,
+    )
+
+
+def test_a_small_positive_parameter_stays_positive():
+    def forward(n, x):
+        return torch.distributions.Normal(n.one(x), n.sigma).rsample((1,))[0]
+
+    model = Net(forward, one=nn.Linear(D, P), sigma=nn.Parameter(torch.full((P,), 0.01)))
+    torch.manual_seed(0)
+    found = clipped_gradients(model, squared, (x := torch.randn(B, D)), (y := torch.randn(B)), 0.5)
+    assert found.norms.isfinite().all()
+    assert x.shape == (B, D)
+    assert y.shape == (B,)
+
+
+def test_a_counter_declared_data_independent_counts_once():
+    def forward(n, x):
+        n.steps.add_(1)
+        return n.one(x)
+
+    model = Net(forward, one=nn.Linear(D, P), steps=nn.Buffer(torch.zeros(())))
+    for k in range(3):
+        clipped_gradients(model, squared, torch.randn(B, D), torch.randn(B), 1.0, data_independent=["steps"])
+        assert model.steps == k + 1
+
+
+def test_an_unused_layer_does_not_cost_a_proof_at_every_step():
+    calls = []
+
+    def forward(n, x):
+        calls.append(0)
+        n.two(n.one(x))
+        return n.one(x)
+
+    model, loss = Net(forward, **layers()), lambda o, t: squared(o, t)  # noqa: PLW0108 - an object of its own
+    for _ in range(3):
+        calls.clear()
+        clipped_gradients(model, loss, torch.randn(B, D), torch.randn(B), 1.0)
+    assert len(calls) == 1
+
+
+def test_a_lambda_made_anew_is_the_same_loss():
+    calls = []
+
+    def forward(n, x):
+        calls.append(0)
+        return n.one(x)
+
+    model = Net(forward, one=nn.Linear(D, P))
+    for _ in range(3):
+        calls.clear()
+        clipped_gradients(model, lambda o, t: squared(o, t), torch.randn(B, D), torch.randn(B), 1.0)  # noqa: PLW0108
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_parameter_expanded_to_several_rows_per_example(rows):
+    def forward(n, x):
+        return n.one(x + n.p.expand(rows * len(x), 1, D).unflatten(0, (len(x), rows)).sum(1))
+
+    model = Net(forward, one=nn.Linear(D, P), p=param(1, 1, D))
+    assert_taken(model, torch.randn(B, T, D))
+
+
+@pytest.mark.parametrize("heads", [B, 2 * B, 3])
+def test_a_parameter_expanded_for_something_else(heads):
+    model = Net(lambda n, x: n.one(x + n.p.expand(heads, 1, D).square().sum(0)), one=nn.Linear(D, P), p=param(1, 1, D))
+    assert_taken(model, torch.randn(B, T, D))
+
+
+def assert_taken(model, x):
+    targets = torch.randn(len(x))
+    found = clipped_gradients(model, squared, x, targets, 0.5)
+    assert_same(found, oracle.clipped_gradients(model, squared, x, targets, 0.5), rtol=2e-5)
+
+
+def test_bert_without_token_types():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+        max_position_embeddings=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = transformers.BertModel(config)
+    inputs = {"input_ids": torch.randint(20, (B, 5)), "attention_mask": torch.ones(B, 5, dtype=torch.long)}
+    inputs["attention_mask"][0, 3:] = 0
+    loss = lambda outputs, targets: squared(outputs.last_hidden_state, targets)  # noqa: E731
+    assert_same(
+        clipped_gradients(model, loss, inputs, (y := torch.randn(B)), 0.5),
+        oracle.clipped_gradients(model, loss, inputs, y, 0.5),
+        rtol=1e-4,
+    )
+
+
+def test_one_example_with_a_shared_table():
+    model = Net(lambda n, x, table: n.one(x + table), one=nn.Linear(D, P))
+    inputs, targets = (torch.randn(1, T, D), torch.randn(T, D)), torch.randn(1)
+    found = clipped_gradients(model, squared, inputs, targets, 0.5)
+    assert_same(found, oracle.clipped_gradients(model, squared, inputs, targets, 0.5), rtol=2e-5)
+
+
+def test_inputs_in_a_mapping():
+    from collections import UserDict
+
+    model, x, targets = Net(lambda n, x: n.one(x), one=nn.Linear(D, P)), torch.randn(B, D), torch.randn(B)
+    found = clipped_gradients(model, squared, UserDict(x=x), targets, 0.5)
+    assert_same(found, oracle.clipped_gradients(model, squared, {"x": x}, targets, 0.5), rtol=2e-5)
+
+
+def test_autocast_remembers_no_perturbed_parameters():
+    model, x = nn.Linear(D, P), torch.randn(B, D)
+    expected = F.linear(x.bfloat16(), model.weight.bfloat16(), model.bias.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)
+        clipped_gradients(model, squared, x, torch.randn(B), 1.0)
+        assert torch.equal(model(x), expected)
