@@ -1,4 +1,4 @@
-"""Models that do what they were not seen to do at first: each is refused, or proven anew, and never wrong in silence."""
+"""Models that do what they were not seen to do at first: refused or proven anew, never wrong in silence."""
 
 from dataclasses import dataclass
 

@@ -615,7 +615,7 @@ def test_experts_with_a_capacity(pair):
     model = Net(forward, router=nn.Linear(D, 1), expert=nn.Linear(D, P))
     x = inputs()
     x[list(pair)] += 5 * model.router.weight.detach() / model.router.weight.detach().norm()
-    refuse(model, "with router.bias, router.weight", x=x)
+    refuse(model, "with expert.bias, expert.weight", x=x)
 
 
 def test_loss_divided_by_the_batch():

@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.cases import LAYERS, OPERATIONS, PARAMETERS, Net
+from engine.cases import OPERATIONS, PARAMETERS, Net
 from engine.cases.case import D, P, T, V, ids, param, squared
 from engine.compare import assert_same, quiet
 from qclip.engine import Dense, Engine, Outer, Rows, clipped_gradients, explain, oracle, register_rule
 from qclip.engine import batch as batches
-from qclip.engine.capture import output_gradients
 from qclip.engine.engine import call
 from qclip.engine.plan import gradient_forms
 from qclip.engine.rules import DECOMPOSITIONS, find, unregister_rule
+from qclip.engine.sites import output_gradients
 
 pytestmark = quiet
 
@@ -313,7 +313,7 @@ def test_recurrent_layers_taken_apart_give_the_same(step):
 # On the rows of the suite
 
 
-@pytest.mark.parametrize("case", OPERATIONS + LAYERS + PARAMETERS, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", OPERATIONS + PARAMETERS, ids=lambda case: case.id)
 def test_rule_and_fallback_agree_at_every_site(case):
     """The rung above and the rung below, on the same inputs and gradients."""
     problem = case.build()

@@ -2,9 +2,10 @@
 
 from qclip.engine import oracle
 from qclip.engine.costs import CostModel
-from qclip.engine.engine import Engine, clipped_gradients
+from qclip.engine.engine import Engine
 from qclip.engine.explain import Explanation, explain
 from qclip.engine.forms import Dense, Outer, Rows
+from qclip.engine.functional import clipped_gradients
 from qclip.engine.refusal import Refusal
 from qclip.engine.result import ClippedGradients
 from qclip.engine.rules import register_rule

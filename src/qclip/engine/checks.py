@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from qclip.engine.capture import Site, is_in_place
 from qclip.engine.refusal import Refusal
+from qclip.engine.sites import Site, is_in_place
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qclip.engine.capture import Call, Source
 from qclip.engine.forms import Dense, Form, Outer
 from qclip.engine.rules.embedding import lookup
+from qclip.engine.sites import Call, Source
 
 _T = torch.Tensor
 _CASTS = {_T.to, _T.float, _T.double, _T.bfloat16, _T.type, _T.type_as, _T.contiguous, _T.clone, torch.clone}

@@ -1,9 +1,7 @@
 """The eager driver: one forward pass, one backward pass to the sites, norms, clip factors, sums."""
 
-import types
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +45,12 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(inputs)
 
 
+Plans = dict[Any, tuple[Plan, int]]
+"""By kind of forward pass: how to deal with it, and how often it was used."""
+_PROOFS = {0, 1, *(16**k - 1 for k in range(1, 12))}
+_MOST_PLANS = 256
+
+
 class Engine:
     """Exact clipped gradient sums of one model.
 
@@ -61,7 +65,7 @@ class Engine:
         groups: GroupSpec = "flat",
         data_independent: Sequence[str] = (),
         costs: CostModel | None = None,
-        plans: "Plans | None" = None,
+        plans: Plans | None = None,
     ) -> None:
         self.model = checks.unwrapped(model)
         self.parameters = checks.trainable(self.model)
@@ -118,8 +122,8 @@ class Engine:
         """The clipped sum for the watched forward pass that gave ``outputs``; ``loss(outputs, targets)`` is one value
         per example.
 
-        ``outputs`` should be what the model returned, or a part of it. Something computed from that is taken too, as
-        long as every parameter can be clipped where it is used.
+        ``outputs`` must be what the model returned, or a part of it: what is computed from it belongs into the loss,
+        where it can be proven to treat every example by itself.
         """
         watched = self._watch.last if self._watch is not None else None
         if self._watch is None or watched is None:
@@ -280,7 +284,17 @@ class Engine:
         ) -> Trial:
             with run.random_state.replayed():
                 start = RandomState.now(self.device)
-                again = self.record(evaluate, batch, count, keep_values=keep_values, observe=observe, proving=True)
+                try:
+                    again = self.record(evaluate, batch, count, keep_values=keep_values, observe=observe, proving=True)
+                except Refusal:
+                    raise
+                except _CALLS_FOR_REFUSAL as error:
+                    reason = str(error).strip().split("\n")[0]
+                    raise Refusal(
+                        f"the model could not be run again with some examples replaced or left out: {reason}. Every "
+                        "input with one row per example must make sense in another order, and in a smaller batch"
+                    ) from error
+                checks.require_losses(again.losses, count)
                 return Trial(again.capture, again.losses, not start.unmoved())
 
         try:
@@ -313,14 +327,15 @@ class Engine:
             again, grads = fallback.whole_model_gradients(
                 self.model, evaluate, batch, run.count, names, run.random_state
             )
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError) as error:
+        except _CALLS_FOR_REFUSAL as error:
             reason = str(error).strip().split("\n")[0]
             raise Refusal(
                 f"no exact way to clip {why}. Running the model example by example failed too: {reason}. {_REMEDY}"
             ) from error
         finally:
             self._recording = False
-        if not fallback.close(again.detach(), run.losses.detach()):
+        rough = torch.is_autocast_enabled(self.device.type)
+        if not fallback.close(again.detach(), run.losses.detach(), rough=rough):
             raise Refusal(f"no exact way to clip {why}. Run example by example the model gives other losses. {_REMEDY}")
         for name in names:
             parts[name] = [Part(Dense(scale_examples(grads[name], keep)))]
@@ -368,6 +383,8 @@ class Engine:
         )
 
 
+# What torch and models raise when they are run in a way they cannot be.
+_CALLS_FOR_REFUSAL = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError, KeyError)
 _REMEDY = (
     "Register a rule for the function (qclip.register_rule), write it with torch functions that vmap understands, "
     "or freeze the parameter"
@@ -400,70 +417,3 @@ class Run:
         """Start capturing, until the stack is closed. Compiled parts of the model run uncompiled meanwhile."""
         stack.enter_context(uncompiled())
         stack.enter_context(self.capture)
-
-
-Plans = dict[Any, tuple[Plan, int]]
-"""By kind of forward pass: how to deal with it, and how often it was used."""
-_PROOFS = {0, 1, *(16**k - 1 for k in range(1, 12))}
-_MOST_PLANS = 256
-_known: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Any, Plans]]" = weakref.WeakKeyDictionary()
-
-
-def _plans_of(model: nn.Module, loss: Any) -> Plans:
-    """What was proven about this model with this loss; forgotten with either."""
-    if isinstance(loss, types.MethodType):
-        loss = loss.__self__
-    elif isinstance(loss, types.FunctionType) and not loss.__closure__ and not loss.__defaults__:
-        loss = loss.__code__  # a lambda made anew in every step is the same function
-    try:
-        return _known.setdefault(model, weakref.WeakKeyDictionary()).setdefault(loss, {})
-    except TypeError:  # a loss that cannot be referred to weakly is proven anew each time
-        return {}
-
-
-def clipped_gradients(
-    model: nn.Module,
-    loss: Callable[[Any, Any], Tensor],
-    inputs: Any,
-    targets: Any,
-    clip_norm: ClipNorm,
-    *,
-    groups: GroupSpec = "flat",
-    mask: Tensor | None = None,
-    data_independent: Sequence[str] = (),
-    costs: CostModel | None = None,
-) -> ClippedGradients:
-    """The sum over the batch of per-example gradients, each clipped to ``clip_norm``, from one forward and one
-    backward pass.
-
-    >>> import torch, qclip
-    >>> model = torch.nn.Linear(2, 1, bias=False)
-    >>> error = lambda outputs, targets: (outputs - targets).square().sum(1)
-    >>> result = qclip.clipped_gradients(model, error, torch.eye(2), torch.full((2, 1), 9.0), clip_norm=1.0)
-    >>> result.sums["weight"], result.l2_bound
-    (tensor([[-1., -1.]]), 1.0)
-
-    Args:
-        model: any module whose examples do not mix; a compiled one is unwrapped.
-        loss: ``loss(outputs, targets)`` returns one value per example, shape [B].
-        inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments; tensors whose first
-        dimension is not the batch are shared by all examples. targets: anything that ``loss`` takes. clip_norm: one
-        threshold, or one per group. groups: ``"flat"``, ``"per-layer"`` or ``{name: patterns of parameter names}``;
-        each group is clipped by itself, and ``l2_bound`` is the bound of all together. mask: [B]; examples where it
-        is false contribute nothing. data_independent: patterns of buffers whose change in the forward pass has
-        nothing to do with the data. costs: how to choose between Gram, direct and kept gradients.
-
-    An example whose gradient is not finite contributes zero and has norm inf. An empty batch gives zero sums. What
-    cannot be done exactly is refused with an error that names it. Nothing is left on the model, and no ``.grad`` is
-    touched.
-    """
-    model = checks.unwrapped(model)
-    engine = Engine(model, groups=groups, data_independent=data_independent, costs=costs, plans=_plans_of(model, loss))
-
-    def evaluate(pair: tuple[Any, Any]) -> Tensor:
-        return loss(call(model, pair[0]), pair[1])
-
-    if isinstance(inputs, Mapping):
-        inputs = dict(inputs)
-    keep = batches.full_mask(batches.size_of_pair(inputs, targets, mask), mask, engine.device)
-    return engine.clipped(evaluate, (inputs, targets), clip_norm, mask=keep)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from qclip.engine import batch as batches
 from qclip.engine import checks
-from qclip.engine.capture import Site
 from qclip.engine.costs import CostModel
 from qclip.engine.engine import Engine, call
 from qclip.engine.forms import Products, Rows
 from qclip.engine.parts import Part, prepare
 from qclip.engine.plan import Plan, SitePlan
 from qclip.engine.refusal import Refusal
+from qclip.engine.sites import Site
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from qclip.engine import derivations
-from qclip.engine.capture import Site, Source, output_gradients
 from qclip.engine.costs import CostModel, Method
 from qclip.engine.forms import Dense, Form, Outer, Products, Rows, join, joint_squared_norms
 from qclip.engine.plan import Plan, gradient_forms
 from qclip.engine.refusal import Refusal
 from qclip.engine.rules.registry import Gradient
+from qclip.engine.sites import Site, Source, output_gradients
 
 
 @dataclass(eq=False)

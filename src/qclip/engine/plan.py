@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from qclip.engine import fallback
-from qclip.engine.capture import Site, map_leaves
 from qclip.engine.convolutions import Windows
 from qclip.engine.forms import Dense, Outer, Rows
 from qclip.engine.layouts import Layout
 from qclip.engine.refusal import Refusal
 from qclip.engine.rules.registry import Gradient
+from qclip.engine.sites import Site, map_leaves
 
 
 @dataclass(frozen=True)

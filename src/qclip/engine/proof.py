@@ -13,7 +13,7 @@ layer that starts at zero would hide everything behind it, and four things are t
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from qclip.engine import batch as batches
-from qclip.engine.capture import Capture, output_gradients
+from qclip.engine.capture import Capture
 from qclip.engine.layouts import Layout, Single, candidates
 from qclip.engine.plan import Plan, SitePlan, plan_site, signature
 from qclip.engine.refusal import Refusal
+from qclip.engine.sites import output_gradients
 
 
 @dataclass(eq=False)
@@ -100,8 +101,11 @@ def prove(
         del trial, grads
         if count > 1:
             _require_separation(rerun, batch, count, plans)
-            with evaluation_mode() if random else nullcontext():
+            if not random:
                 _require_any_size(rerun, batch, count, plans)
+            elif _runs_without_chance(rerun, batch, count, evaluation_mode):
+                with evaluation_mode():
+                    _require_any_size(rerun, batch, count, plans)
     whole = frozenset(reasons)
     sites = capture.sites
     used = tuple(None if whole.issuperset(site.parameters) else plan for plan, site in zip(plans, sites, strict=True))
@@ -240,30 +244,26 @@ class Traces:
         onto = torch.randn(rows.shape[1], 2, generator=direction, dtype=torch.float64).to(rows.device)
         notes[k] = torch.cat([rows @ onto, rows.square().sum(1, keepdim=True).sqrt()], 1)
 
-    def first_difference(self, other: "Traces", mine: Tensor, its: Tensor, tolerance: float) -> int | None:
-        """The first site at which the examples ``mine`` differ from the other's ``its``; -1 for the losses."""
-        for kind in ("values", "grads") if self.sites == other.sites else ():
-            here, there = getattr(self, kind), getattr(other, kind)
-            common = sorted(here.keys() & there.keys())
-            largest = max((float(here[k][mine, 2].max()) for k in common), default=0.0)
-            for k in common:
-                a, b = here[k][mine], there[k][its]
-                room = tolerance * (a[:, 2:] + b[:, 2:]) + 1e-3 * tolerance * largest
-                if bool(((a - b).abs() > room).any()):
-                    return k
-        a, b = self.losses[mine].double(), other.losses[its].double()
-        return -1 if bool(((a - b).abs() > tolerance * (a.abs() + b.abs()) + 1e-12).any()) else None
+    def difference(self, other: "Traces", mine: Tensor, its: Tensor, tolerance: float) -> str | None:
+        """Where the examples ``mine`` differ from the other's ``its``, in words; None if they do not.
 
-    def where(self, site: int) -> str:
-        """In words: a site, or for the losses the last site that could not be compared."""
+        Values differ from where they were mixed onward, gradients from there backward.
+        """
+        if self.sites == other.sites:
+            for kind, words in (("values", "at or before"), ("grads", "at or after")):
+                here, there = getattr(self, kind), getattr(other, kind)
+                common = sorted(here.keys() & there.keys(), reverse=kind == "grads")
+                largest = max((float(here[k][mine, 2].max()) for k in common), default=0.0)
+                for k in common:
+                    a, b = here[k][mine], there[k][its]
+                    room = tolerance * (a[:, 2:] + b[:, 2:]) + 1e-3 * tolerance * largest
+                    if bool(((a - b).abs() > room).any()):
+                        return f"{words} {self.sites[k]}"
+        a, b = self.losses[mine].double(), other.losses[its].double()
+        if not bool(((a - b).abs() > tolerance * (a.abs() + b.abs()) + 1e-12).any()):
+            return None
         unknown = [name for name, plan in zip(self.sites, self.plans, strict=False) if plan is None]
-        return (
-            f"at or before {self.sites[site]}"
-            if site >= 0
-            else f"at or after {unknown[-1]}"
-            if unknown
-            else "in the loss"
-        )
+        return f"at or after {unknown[-1]}" if unknown else "in the loss"
 
 
 _MIX = (
@@ -279,32 +279,44 @@ def _require_separation(rerun: Rerun, batch: Any, count: int, plans: Sequence[Si
     everyone = torch.arange(count, device=before.losses.device)
     again = Traces.of(rerun, batch, count, plans)
     tolerance = _tolerance(before.losses, 1e-4, 1e-2)
-    if before.first_difference(again, everyone, everyone, tolerance) is not None:
+    if before.difference(again, everyone, everyone, tolerance) is not None:
         raise _unrepeatable(())
     for half in _halves(count, before.losses):
         stay, index = _replacement(half)
         after = Traces.of(rerun, batches.select(batch, index, count), count, plans)
-        site = before.first_difference(after, stay, stay, tolerance)
-        if site is not None:
-            raise Refusal(f"examples mix: replacing some of them changed others, {before.where(site)}. {_MIX}")
+        where = before.difference(after, stay, stay, tolerance)
+        if where is not None:
+            raise Refusal(f"examples mix: replacing some of them changed others, {where}. {_MIX}")
 
 
 def _require_any_size(rerun: Rerun, batch: Any, count: int, plans: Sequence[SitePlan | None]) -> None:
     """Refuse a model that treats an example in another way when there are fewer: a loss divided by the batch's size."""
-    if rerun(batch, count).random:
-        return  # another size would draw other numbers
     usual = Traces.of(rerun, batch, count, plans)
     size = count // 2 if count > 3 else count + 1
     index = torch.arange(size, device=usual.losses.device) % count
     other = Traces.of(rerun, batches.select(batch, index, count), size, plans)
     both = index[: min(size, count)]
-    site = usual.first_difference(other, both, both, _tolerance(usual.losses, 1e-2, 0.2))
-    if site is not None:
+    where = usual.difference(other, both, both, _tolerance(usual.losses, 1e-2, 0.2))
+    if where is not None:
         raise Refusal(
-            f"an example's gradient depends on how many others there are, {usual.where(site)}: such as a loss divided "
+            f"an example's gradient depends on how many others there are, {where}: such as a loss divided "
             "by the batch's size or its number of tokens. Reduce over each example only; the clipped sum is divided by "
             "the expected batch size later"
         )
+
+
+def _runs_without_chance(
+    rerun: Rerun, batch: Any, count: int, evaluation_mode: Callable[[], AbstractContextManager[None]]
+) -> bool:
+    """Whether a random evaluation draws no random numbers with the model in evaluation mode.
+
+    Another size draws other numbers, so this is how the sizes can be compared.
+    """
+    try:
+        with evaluation_mode():
+            return not rerun(batch, count).random
+    except Refusal:  # such as a model that returns something else then
+        return False
 
 
 def _tolerance(losses: Tensor, single: float, half: float) -> float:
