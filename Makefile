@@ -18,7 +18,7 @@ demo: setup
 	$(BIN)/qclip reproduce --quick --out out/demo
 
 test: setup
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto
 
 test-slow: setup
 	$(BIN)/pytest -m slow

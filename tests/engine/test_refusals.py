@@ -555,7 +555,9 @@ def test_not_the_same_values_twice():
     refuse(model, "did not do the same twice", "random numbers")
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.random, lambda: torch.rand(()).item()], ids=str)
+@pytest.mark.parametrize(
+    "draw", [random.random, np.random.random, lambda: torch.rand(()).item()], ids=["python", "numpy", "torch"]
+)
 def test_random_numbers_that_can_be_drawn_again(draw):
     accept(Net(lambda n, x: n.one(x) * (1 + draw()), one=nn.Linear(D, P)), inputs(), shared_forward=True)
 
