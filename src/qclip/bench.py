@@ -7,6 +7,7 @@ mode includes forward pass, backward pass and the SGD update; the private ones a
 import gc
 import importlib.metadata
 import importlib.util
+import os
 import statistics
 import time
 import warnings
@@ -320,6 +321,7 @@ def peak_bytes(step: Step, device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         step()
         return torch.cuda.max_memory_allocated(device) - before
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr otherwise
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     used = peak = 0
