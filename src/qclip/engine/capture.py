@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from qclip.engine import rules
+from qclip.engine.layouts import relative
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 from qclip.engine.sites import Call, Output, Site, Source, is_in_place, map_leaves, tensors
@@ -46,7 +47,7 @@ class Capture(TorchFunctionMode):
         super().__init__()
         self.sites: list[Site] = []
         self.fingerprint = 0
-        """Of every call: which function, what shapes, which whole numbers."""
+        """Of every call: which function, what shapes, which whole numbers; the same for every batch size."""
         self.routes = False
         """Whether data decide which rows of a dimension that may hold examples go where."""
         self._batch_size = batch_size
@@ -90,10 +91,12 @@ class Capture(TorchFunctionMode):
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """Add a call to the fingerprint, and notice rows that are moved about by data."""
-        shapes = tuple(x.shape for x in tensors((result,)))
+        shapes = tuple(relative(x.shape, self._batch_size) for x in tensors((result,)))
         if shapes or is_in_place(function):
-            static = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, (int, str)))
-            self.fingerprint = hash((self.fingerprint, function, shapes, static))
+            given = (*args, *kwargs.values())
+            numbers = relative([x for x in given if isinstance(x, int)], self._batch_size)
+            words = tuple(x for x in given if isinstance(x, str))
+            self.fingerprint = hash((self.fingerprint, function, shapes, numbers, words))
             if function in _ROUTERS and not self.routes:
                 self.routes = self._routes(args, kwargs)
 

@@ -248,12 +248,11 @@ class Engine:
         """What was proven about forward passes of this kind; proven again at the 1st, 2nd, 16th, 256th... of them."""
         unseen, reached = checks.unseen_parameters(run.losses, run.capture.sites, self.parameters)
         key = (
-            run.count,
             kind,
             tuple(unseen),
             tuple(reached),
             run.capture.fingerprint,
-            signature(run.capture.sites),
+            signature(run.capture.sites, run.count),
             tuple(module.training for module in self.model.modules()),
         )
         plan, uses = self._plans.pop(key, (None, 0))

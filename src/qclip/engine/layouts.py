@@ -4,8 +4,9 @@ Every layout has one view of a tensor in common: ``[B, *what the function would 
 example]``. Rules and fallbacks only ever see that view, so a time-first or flattened model needs no code of its own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,19 @@ class Single:
 
 
 Layout = Axis | Flat | Single
+
+
+def relative(lengths: Iterable[int], batch_size: int) -> tuple[Any, ...]:
+    """Lengths with the batch's taken out, so that batches of other sizes that do the same look the same.
+
+    A length that has nothing to do with the batch and equals it by chance makes two batches look different, not alike.
+
+    >>> relative((32, 64, 10), 32), relative((30, 64, 10), 30)
+    ((('batch', 1), ('batch', 2), 10), (('batch', 1), 64, 10))
+    """
+    if batch_size == 1:  # every length is a multiple; one example is a kind of its own
+        return ("one", *lengths)
+    return tuple(("batch", k // batch_size) if k and k % batch_size == 0 else k for k in lengths)
 
 
 def candidates(shape: torch.Size, batch_size: int) -> Iterator[Layout]:

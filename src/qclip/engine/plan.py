@@ -10,7 +10,7 @@ from torch import Tensor
 from qclip.engine import fallback
 from qclip.engine.convolutions import Windows
 from qclip.engine.forms import Dense, Outer, Rows
-from qclip.engine.layouts import Layout
+from qclip.engine.layouts import Layout, relative
 from qclip.engine.refusal import Refusal
 from qclip.engine.rules.registry import Gradient
 from qclip.engine.sites import Site, map_leaves
@@ -76,10 +76,15 @@ def _rule_forms(site: Site, layout: Layout, grad: Tensor, batch_size: int) -> di
     return {id(bound[name]): gradient for name, gradient in gradients.items() if id(bound.get(name)) in call.sources}
 
 
-def signature(sites: Sequence[Site]) -> tuple[Any, ...]:
-    """What two forward passes must have in common to share a plan."""
+def signature(sites: Sequence[Site], batch_size: int) -> tuple[Any, ...]:
+    """What two forward passes must have in common to share a plan; their batches may differ in size."""
     return tuple(
-        (site.call.function, site.cast_to, tuple((o.shape, o.dtype) for o in site.outputs), tuple(site.parameters))
+        (
+            site.call.function,
+            site.cast_to,
+            tuple((relative(output.shape, batch_size), output.dtype) for output in site.outputs),
+            tuple(site.parameters),
+        )
         for site in sites
     )
 

@@ -83,7 +83,7 @@ def prove(
     with perturbed(capture.parameters.values()):
         batch, healthy = _healthy(rerun, batch, count)
         trial = rerun(batch, count, keep_values=True)
-        if signature(trial.capture.sites) != signature(capture.sites):
+        if signature(trial.capture.sites, count) != signature(capture.sites, count):
             raise _unrepeatable(unseen)
         layouts, shown = _owners(trial, count)
         failed = [site.spread for site, each in zip(trial.capture.sites, layouts, strict=True) if not each]
