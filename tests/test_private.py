@@ -640,3 +640,28 @@ def test_a_schedule_that_leaves_its_bounds_stops_the_run_before_the_step():
     with pytest.raises(ValueError, match=r"tau = 0.0 must be > 0"):
         fused(training, model, optimizer)
     assert len(training.history) == 2
+
+
+def test_a_batch_is_used_once():
+    training, _, _ = make(physical_batch_size=4)
+    batches = [batch for _, batch in zip(range(2), training.loader, strict=False)]
+    training.step(*batches[0])
+    with pytest.raises(ValueError, match="used or void already"):
+        training.step(*batches[0])
+
+
+def test_a_batch_of_an_abandoned_pass_is_void():
+    training, _, _ = make(physical_batch_size=4)
+    early = next(iter(training.loader))
+    batches = iter(training.loader)
+    next(batches)
+    with pytest.raises(ValueError, match="used or void already"):
+        training.step(*early)
+
+
+def test_replaced_parameters_are_refused():
+    training, model, _ = make()
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()}, assign=True)
+    batch = next(iter(training.loader))
+    with pytest.raises(ValueError, match="was replaced"):
+        training.step(*batch)

@@ -293,6 +293,7 @@ def make_private(
     threshold: Threshold[Any] = PrivateQuantile(0.5),  # noqa: B008 - immutable
     groups: GroupSpec = "flat",
     physical_batch_size: int | None = None,
+    data_independent: Sequence[str] = (),
     seed: int | None = None,
 ) -> PrivateTraining:
     """Train this model privately, with this optimizer, on this data.
@@ -308,6 +309,8 @@ def make_private(
     threshold: where to clip; the median of the gradient norms, learnt privately, when left out.
     groups: which parameters are clipped together: "flat", "per-layer", or patterns of names.
     physical_batch_size: the most examples that go through the model at once; all of the step when left out.
+    data_independent: patterns of buffers that a forward pass may change because nothing in the data changes them, such
+        as the power iteration of a spectral norm.
     seed: for sampling and noise. Leave it out unless you test: whoever knows it can subtract the noise.
 
     Move the model to its device first.
@@ -323,7 +326,7 @@ def make_private(
     >>> len(training.history), round(training.epsilon(), 2)
     (5, 1.19)
     """
-    engine = Engine(model, groups=groups)
+    engine = Engine(model, groups=groups, data_independent=data_independent)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     _check_optimizers(optimizers, engine)
     if (loss is None) == (per_example_loss is None):

@@ -74,6 +74,7 @@ class Tickets:
 
     def __init__(self) -> None:
         self._issued: deque[tuple[Ticket, list[weakref.ref[Tensor]]]] = deque()
+        self._spent: list[weakref.ref[Tensor]] = []
 
     @property
     def front(self) -> Ticket | None:
@@ -99,19 +100,25 @@ class Tickets:
             )
         (ticket, own), *others = self._issued
         given = tensors(batch)
-        later = _alive(ref for _, refs in others for ref in refs) - _alive(own)  # a collate function may share tensors
-        if later & {id(tensor) for tensor in given}:
+        ids = {id(tensor) for tensor in given} - _alive(own)  # a collate function may share tensors
+        if ids & _alive(ref for _, refs in others for ref in refs):
             remedy = "use every batch of training.loader, in order: skipping one would change who is sampled"
             raise check.refuse("batch", "a later one", "the first that was not used", remedy)
+        self._spent = [ref for ref in self._spent if ref() is not None]
+        if ids & _alive(self._spent):
+            remedy = "use every batch of training.loader once: an example that counts twice is not protected"
+            raise check.refuse("batch", "used or void already", "the first that was not used", remedy)
         if all(tensor.dim() == 0 or tensor.shape[0] != ticket.rows for tensor in given):
             remedy = "pass the batches of training.loader whole, one example per row of the first dimension"
             shapes = [tuple(tensor.shape) for tensor in given]
             raise check.refuse("batch", f"tensors of shapes {shapes}", f"of {ticket.rows} examples", remedy)
         self._issued.popleft()
+        self._spent.extend(own)
         return ticket
 
     def clear(self) -> None:
-        """Forget them all."""
+        """Void them all: none of these batches can be used any more."""
+        self._spent.extend(ref for _, refs in self._issued for ref in refs)
         self._issued.clear()
 
 

@@ -119,6 +119,59 @@ def test_a_branch_on_the_batch():
             assert_right(model, (x, torch.randn(B)))
 
 
+def rows_by(take):
+    def forward(n, x, lengths):
+        order = lengths.argsort(stable=True)
+        return n.two(take(n.one(take(x, order)).tanh(), order.argsort()))
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda x, order: torch.stack([x[i] for i in order]),
+        lambda x, order: F.embedding(order, x),
+        lambda x, order: torch.cat([x.narrow(0, i, 1) for i in order]),
+        lambda x, order: x.gather(0, order[:, None].expand_as(x)),
+    ],
+    ids=["one by one", "embedding", "narrow", "gather"],
+)
+def test_rows_put_in_order_by_data(take):
+    model = Net(rows_by(take), **layers())
+    lengths = torch.full((B,), 3), torch.full((B,), 3), torch.tensor([4, 1, 3, 2])
+    assert_right(model, *[((torch.randn(B, D), each), torch.randn(B)) for each in lengths])
+
+
+def test_rows_repeated_by_data():
+    def forward(n, x, counts):
+        owners = torch.arange(len(x)).repeat_interleave(counts)
+        return torch.zeros(len(x), 2).index_add(0, owners, n.two(n.one(x.repeat_interleave(counts, 0)).tanh()))
+
+    model = Net(forward, **layers())
+    counts = torch.full((B,), 2), torch.full((B,), 2), torch.tensor([1, 3, 2, 2])
+    assert_right(model, *[((torch.randn(B, D), each), torch.randn(B)) for each in counts])
+
+
+@pytest.mark.parametrize(
+    "turn", [lambda x, d: x.roll((1,), (d,)), lambda x, d: x.permute((1, 0, 2) if d else (0, 1, 2))]
+)
+def test_whole_numbers_inside_a_tuple(turn):
+    model = Net(lambda n, x: n.two(n.one(turn(x, n.dim)).tanh()).sum(1), **layers())
+    for model.dim in (1, 1, 0):
+        assert_right(model, (torch.randn(B, B, D), torch.randn(B)))
+
+
+def test_a_term_that_is_switched_on():
+    def forward(n, x):
+        h = n.one(x)
+        return h + n.beta * (h - h.mean(0))
+
+    model = Net(forward, one=nn.Linear(D, P))
+    for model.beta in (0.0, 0.0, 5.0):
+        assert_right(model, (torch.randn(B, D), torch.randn(B)))
+
+
 # No value or no gradient shows it
 
 
@@ -149,6 +202,17 @@ def test_mixing_that_the_losses_hide(loss):
     model = Net(lambda n, x: n.two(n.one(x - x.mean(0)).tanh()), **layers())
     with pytest.raises(Refusal, match="examples mix"):
         clipped_gradients(model, loss, torch.randn(B, D), torch.randn(B), 1.0)
+
+
+def test_a_loss_divided_by_the_batch_behind_random_numbers():
+    def forward(n, x):
+        noise = torch.randn_like(x)  # in evaluation mode too
+        return n.two(n.one(x + noise).tanh())
+
+    model, x, targets = Net(forward, **layers()), torch.randn(8, D), torch.randn(8)
+    clipped_gradients(model, squared, x, targets, 1.0)
+    with pytest.raises(Refusal, match="how many others"):
+        clipped_gradients(model, lambda o, t: squared(o, t) / len(t), x, targets, 1.0)
 
 
 def test_mixing_in_the_backward_pass_alone():

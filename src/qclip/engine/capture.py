@@ -19,7 +19,7 @@ from qclip.engine import rules
 from qclip.engine.layouts import relative
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
-from qclip.engine.sites import Call, Output, Site, Source, is_in_place, map_leaves, tensors
+from qclip.engine.sites import Call, Output, Site, Source, is_in_place, leaves, map_leaves, tensors
 
 _T = torch.Tensor
 # Functions that take or put rows where an index says.
@@ -28,6 +28,9 @@ _ROUTERS = {
     torch.take_along_dim, _T.take_along_dim, torch.masked_select, _T.masked_select, torch.scatter, _T.scatter,
     _T.scatter_, torch.scatter_add, _T.scatter_add, _T.scatter_add_, torch.index_add, _T.index_add,
     _T.index_add_, torch.index_copy, _T.index_copy, _T.index_copy_, torch.index_put, _T.index_put, _T.index_put_,
+    torch.index_fill, _T.index_fill, _T.index_fill_, torch.index_reduce, _T.index_reduce, _T.index_reduce_,
+    torch.scatter_reduce, _T.scatter_reduce, _T.scatter_reduce_, torch.masked_scatter, _T.masked_scatter,
+    _T.masked_scatter_, torch.repeat_interleave, _T.repeat_interleave, torch.narrow, _T.narrow, torch.select, _T.select,
 }  # fmt: skip
 
 
@@ -93,12 +96,15 @@ class Capture(TorchFunctionMode):
         """Add a call to the fingerprint, and notice rows that are moved about by data."""
         shapes = tuple(relative(x.shape, self._batch_size) for x in tensors((result,)))
         if shapes or is_in_place(function):
-            given = (*args, *kwargs.values())
+            given = list(leaves((args, tuple(kwargs.values()))))
             numbers = relative([x for x in given if isinstance(x, int)], self._batch_size)
-            words = tuple(x for x in given if isinstance(x, str))
-            self.fingerprint = hash((self.fingerprint, function, shapes, numbers, words))
-            if function in _ROUTERS and not self.routes:
-                self.routes = self._routes(args, kwargs)
+            # Of other numbers only whether they are zero: a term that is switched on is another kind of pass.
+            others = tuple(bool(x) if isinstance(x, float) else x for x in given if isinstance(x, (float, str)))
+            self.fingerprint = hash((self.fingerprint, function, shapes, numbers, others))
+            if not self.routes:
+                self.routes = function in _ROUTERS and self._routes(args, kwargs)
+                lookup = function in (F.embedding, torch.embedding)
+                self.routes |= lookup and self._looks_up_rows(tensors((*args, *kwargs.values())))
 
     def _routes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether data say which rows are taken, along a dimension that may hold examples."""
@@ -114,11 +120,16 @@ class Capture(TorchFunctionMode):
             width = (
                 0 if index is None else index.dim() if isinstance(index, Tensor) and index.dtype == torch.bool else 1
             )
-            by_data = isinstance(index, Tensor) and index.dim() > 0 and id(index) not in self._constants
+            by_data = isinstance(index, Tensor) and id(index) not in self._constants
             if by_data and any(self._may_hold(rows.shape[j], j) for j in range(k, min(k + width, rows.dim()))):
                 return True
             k += width
         return False
+
+    def _looks_up_rows(self, found: Iterable[Tensor]) -> bool:
+        """Whether the table of an embedding is itself data."""
+        tables = [x for x in found if x.is_floating_point() and id(x) not in self._sources]
+        return any(id(x) not in self._constants and x.dim() and self._may_hold(x.shape[0]) for x in tables)
 
     def _may_hold(self, length: int, dim: int = 0) -> bool:
         """Whether a dimension may hold examples: one row each, or several in the first dimension."""
@@ -225,8 +236,11 @@ class Capture(TorchFunctionMode):
         others = [x for x, _ in call.versions if id(x) not in call.sources]
         if others:  # a vector is rather one of positions than one of examples
             constants = [x for x in others if id(x) not in call.fixed]
-            return shape[:1] == (count,) and any(x.dim() > 1 and x.shape[0] == count for x in constants)
+            grown = bool(shape) and self._may_hold(shape[0])
+            return grown and any(x.dim() > 1 and x.shape[0] == shape[0] for x in constants)
         brought = [source.shape for source in call.sources.values()]
+        if any(len(s) == len(shape) and s[:1] and s[0] * count == shape[0] for s in brought):
+            return True  # repeated as a whole
         return any(
             self._may_hold(shape[-k], len(shape) - k) and all(len(s) < k or s[-k] == 1 for s in brought)
             for k in range(1, len(shape) + 1)

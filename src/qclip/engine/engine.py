@@ -198,7 +198,12 @@ class Engine:
                 "the set of trainable parameters has changed since the engine was made; make a new one after freezing "
                 "or unfreezing"
             )
-        self.parameters = current
+        replaced = [name for name, p in current.items() if p is not self.parameters[name]]
+        if replaced:
+            raise Refusal(
+                f"parameter {replaced[0]!r} was replaced by another since the engine was made (load_state_dict with "
+                "assign=True?); optimizers hold the old one: make a new engine, or copy values in place"
+            )
         constants = [x for _, x in checks.named_tensors(self.model) if not x.requires_grad]
         shared = [x for x in batches.tensors(batch) if not batches.is_example_wise(x, count)]
         capture = Capture(

@@ -24,6 +24,7 @@ from qclip.engine import batch as batches
 from qclip.engine.capture import Capture
 from qclip.engine.layouts import Layout, Single, candidates
 from qclip.engine.plan import Plan, SitePlan, plan_site, signature
+from qclip.engine.randomness import SameDraws
 from qclip.engine.refusal import Refusal
 from qclip.engine.sites import output_gradients
 
@@ -97,15 +98,15 @@ def prove(
             plans.append(plan)
             if plan is None:
                 reasons.update(dict.fromkeys(site.parameters, f"{reason} at {site}"))
-        random = trial.random
+        random, device = trial.random, trial.losses.device
         del trial, grads
         if count > 1:
             _require_separation(rerun, batch, count, plans)
             if not random:
-                _require_any_size(rerun, batch, count, plans)
-            elif _runs_without_chance(rerun, batch, count, evaluation_mode):
+                _require_any_size(rerun, batch, count, plans, device)
+            elif _runs_in_evaluation(rerun, batch, count, evaluation_mode):
                 with evaluation_mode():
-                    _require_any_size(rerun, batch, count, plans)
+                    _require_any_size(rerun, batch, count, plans, device)
     whole = frozenset(reasons)
     sites = capture.sites
     used = tuple(None if whole.issuperset(site.parameters) else plan for plan, site in zip(plans, sites, strict=True))
@@ -221,13 +222,14 @@ class Traces:
     grads: dict[int, Tensor] = field(default_factory=dict)
     losses: Tensor = field(default_factory=lambda: torch.zeros(0))
     sites: list[str] = field(default_factory=list)
+    random: bool = False
 
     @staticmethod
     def of(rerun: Rerun, batch: Any, count: int, plans: Sequence[SitePlan | None]) -> "Traces":
         """Run the evaluation and trace it."""
         traces = Traces(plans, count)
         trial = rerun(batch, count, observe=lambda k, value: traces._note(traces.values, k, value))
-        traces.losses = trial.losses.detach()
+        traces.losses, traces.random = trial.losses.detach(), trial.random
         traces.sites = [str(site) for site in trial.capture.sites]
         for k, grads in enumerate(trial.gradients(torch.ones_like(traces.losses))):
             if grads[0] is not None:
@@ -289,12 +291,18 @@ def _require_separation(rerun: Rerun, batch: Any, count: int, plans: Sequence[Si
             raise Refusal(f"examples mix: replacing some of them changed others, {where}. {_MIX}")
 
 
-def _require_any_size(rerun: Rerun, batch: Any, count: int, plans: Sequence[SitePlan | None]) -> None:
+def _require_any_size(
+    rerun: Rerun, batch: Any, count: int, plans: Sequence[SitePlan | None], device: torch.device
+) -> None:
     """Refuse a model that treats an example in another way when there are fewer: a loss divided by the batch's size."""
-    usual = Traces.of(rerun, batch, count, plans)
+    with SameDraws(count, device) as first:
+        usual = Traces.of(rerun, batch, count, plans)
     size = count // 2 if count > 3 else count + 1
     index = torch.arange(size, device=usual.losses.device) % count
-    other = Traces.of(rerun, batches.select(batch, index, count), size, plans)
+    with SameDraws(size, device, first.drawn):
+        other = Traces.of(rerun, batches.select(batch, index, count), size, plans)
+    if other.random:
+        return  # random numbers that cannot be held still, such as those of a fused dropout
     both = index[: min(size, count)]
     where = usual.difference(other, both, both, _tolerance(usual.losses, 1e-2, 0.2))
     if where is not None:
@@ -305,18 +313,16 @@ def _require_any_size(rerun: Rerun, batch: Any, count: int, plans: Sequence[Site
         )
 
 
-def _runs_without_chance(
+def _runs_in_evaluation(
     rerun: Rerun, batch: Any, count: int, evaluation_mode: Callable[[], AbstractContextManager[None]]
 ) -> bool:
-    """Whether a random evaluation draws no random numbers with the model in evaluation mode.
-
-    Another size draws other numbers, so this is how the sizes can be compared.
-    """
+    """Whether the evaluation can be made with the model in evaluation mode, where dropout draws nothing."""
     try:
         with evaluation_mode():
-            return not rerun(batch, count).random
+            rerun(batch, count)
     except Refusal:  # such as a model that returns something else then
         return False
+    return True
 
 
 def _tolerance(losses: Tensor, single: float, half: float) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 
 @dataclass(frozen=True)
@@ -49,3 +50,48 @@ class RandomState:
             yield
         finally:
             present.restore()
+
+
+_T = torch.Tensor
+_DRAWS = {
+    torch.randn, torch.rand, torch.randint, torch.randn_like, torch.rand_like, torch.randint_like, torch.normal,
+    torch.poisson, torch.bernoulli, _T.bernoulli, _T.bernoulli_, _T.normal_, _T.uniform_, _T.exponential_, _T.random_,
+}  # fmt: skip
+
+
+class SameDraws(TorchFunctionMode):
+    """Random numbers that do not depend on the size of the batch: every example gets those of the first.
+
+    A first pass, on a batch of ``batch_size``, draws and remembers; a second, on another, is given what was ``drawn``
+    and leaves the generators where they are.
+    """
+
+    def __init__(self, batch_size: int, device: torch.device, drawn: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self.drawn: list[Tensor] = []
+        self._device = device
+        self._batch_size = batch_size
+        self._given = None if drawn is None else iter(drawn)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Draw, and give all examples what the first one got."""
+        kwargs = kwargs or {}
+        if func not in _DRAWS:
+            return func(*args, **kwargs)
+        before = RandomState.now(self._device)
+        result = func(*args, **kwargs)
+        if self._given is None:
+            row = result.detach()
+            for dim, length in enumerate(row.shape):
+                row = row.narrow(dim, 0, 1) if length == self._batch_size else row
+            self.drawn.append(row.clone())
+        else:
+            row = next(self._given, result.detach())
+        try:
+            same = row.expand_as(result)
+        except RuntimeError:  # not drawn for this place; the moved generator says that the passes cannot be compared
+            return result
+        if self._given is not None:
+            before.restore()
+        with torch.no_grad():
+            return result.copy_(same)

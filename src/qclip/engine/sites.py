@@ -147,6 +147,17 @@ def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors(value)
 
 
+def leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """Everything in lists, tuples and slices."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from leaves(value)
+        elif isinstance(value, slice):
+            yield from (value.start, value.stop, value.step)
+        else:
+            yield value
+
+
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
     """Apply a function to everything in lists and tuples. (A closure that calls itself would keep tensors alive.)"""
     if isinstance(value, (tuple, list)):
