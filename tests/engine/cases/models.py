@@ -1,5 +1,6 @@
 """Models nobody here wrote: tiny random configurations from `transformers`, and LoRA from `peft`."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ def _build(name: str, config: str, attention: str = "sdpa", **options: Any) -> n
     """A model of `transformers` with random weights, in training mode."""
     transformers = pytest.importorskip("transformers")
     configured = getattr(transformers, config)(**options, attn_implementation=attention)
-    return getattr(transformers, name)(configured).train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated", category=DeprecationWarning)
+        return getattr(transformers, name)(configured).train()
 
 
 def _next_token(outputs: Any, labels: Tensor) -> Tensor:
@@ -109,6 +112,25 @@ def _whisper(B: int) -> Problem:
     return Problem(model, {"input_features": torch.randn(B, 4, 10), "decoder_input_ids": words}, words, _next_token)
 
 
+def _swin(B: int) -> Problem:
+    """Windows are rows of their own, and their masks and position biases meet as [B * windows, ...]."""
+    model = _build(
+        "SwinModel", "SwinConfig", image_size=16, patch_size=2, num_channels=1, embed_dim=8, depths=[2], num_heads=[2],
+        window_size=4, drop_path_rate=0.0, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return Problem(model, {"pixel_values": torch.randn(B, 1, 16, 16)}, loss=_features)
+
+
+def _deberta(B: int) -> Problem:
+    """Relative positions are projected once, and repeated for the examples and heads."""
+    model = _build(
+        "DebertaV2Model", "DebertaV2Config", "eager", **SMALL, relative_attention=True, pos_att_type=["p2c", "c2p"],
+        position_buckets=4, max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    words = ids(B, 6)
+    return Problem(model, {"input_ids": words, "attention_mask": torch.ones_like(words)}, loss=_features)
+
+
 MODELS: list[Case] = family(
     "model",
     {
@@ -118,6 +140,8 @@ MODELS: list[Case] = family(
         "gpt2-lora": _lora,
         "bert": _bert,
         "vit": _vit,
+        "swin": _swin,
+        "deberta": _deberta,
         "llama": lambda B: _causal(B, _decoder("Llama", num_key_value_heads=1)),
         "llama-tied": lambda B: _causal(B, _decoder("Llama", num_key_value_heads=2, tie_word_embeddings=True)),
         "mistral": lambda B: _causal(B, _decoder("Mistral", num_key_value_heads=1, head_dim=4)),
