@@ -151,3 +151,21 @@ def test_the_latest_guard_stands_alone(model, optimizer, guard):
     guard.write(ones(model))
     with pytest.raises(ValueError, match=RAW):
         optimizer.step()
+
+
+def test_an_optimizer_that_calls_the_one_it_is_made_from(model):
+    """torch then runs the hooks of a step twice."""
+
+    class Own(torch.optim.Adam):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    torch.optim.Adam([nn.Parameter(torch.ones(1))])  # from here on its step runs hooks itself
+    optimizer = Own(model.parameters(), lr=0.1)
+    guard = Guard(dict(model.named_parameters()), [optimizer])
+    guard.write(ones(model))
+    before = values(model)
+    optimizer.step()
+    assert moved(model, before)
+    with pytest.raises(ValueError, match=APPLIED):
+        optimizer.step()

@@ -19,7 +19,15 @@ class Released:
     grad: weakref.ref[Tensor]
     version: int
     """Any later change in place raises the tensor's own."""
-    applied: bool = False
+    applied_to: int | None = None
+    """The version of the parameter when a step began to apply it; None before."""
+
+    def is_applied(self, parameter: Tensor) -> bool:
+        """Whether a step has moved the parameter by it.
+
+        A step that calls another one (an optimizer class that calls ``super().step()``) asks twice, and moves it once.
+        """
+        return self.applied_to is not None and self.applied_to != parameter._version
 
 
 _hooks: "weakref.WeakKeyDictionary[Optimizer, RemovableHandle]" = weakref.WeakKeyDictionary()
@@ -69,11 +77,11 @@ class Guard:
         due = []
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
             released = self._of(parameter)
-            if released is None or released.applied or parameter.grad._version != released.version:
+            if released is None or released.is_applied(parameter) or parameter.grad._version != released.version:
                 raise self._refusal(parameter)
-            due.append(released)
-        for released in due:
-            released.applied = True
+            due.append((released, parameter))
+        for released, parameter in due:
+            released.applied_to = parameter._version
 
     def _refusal(self, parameter: Tensor) -> ValueError:
         name = f"{self._names.get(id(parameter), 'parameter')}.grad"
@@ -84,7 +92,7 @@ class Guard:
                 "call optimizer.zero_grad(), and training.loss(outputs, targets).backward() instead of "
                 "criterion(outputs, targets).backward()"
             )
-        elif released.applied:
+        elif released.is_applied(parameter):
             value = "a gradient that was applied already"
             remedy = "call optimizer.zero_grad() after optimizer.step(), and step once for each training.loss(...)"
         else:
