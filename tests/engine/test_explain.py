@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations
 import qclip
 from engine.cases import STRUCTURE, Net
 from engine.cases.case import D, P, T, V, frozen, ids, param, squared
+from engine.cases.hidden import ScaleForVmap
 from engine.compare import quiet
 from qclip.engine import CostModel, Refusal, clipped_gradients, explain
 
@@ -46,26 +47,9 @@ def test_every_way():
     assert found["1.weight"].detail == "torch.nn.functional.prelu"
 
 
-class _Hidden(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, w):
-        return x * w
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad * w, (grad * x).sum(0)
-
-
 @pytest.mark.parametrize("with_loss", [True, False], ids=["loss", "no loss"])
 def test_the_whole_model(with_loss):
-    model = Net(lambda n, x: _Hidden.apply(n.one(x), n.w), one=nn.Linear(D, P), w=param(P))
+    model = Net(lambda n, x: ScaleForVmap.apply(n.one(x), n.w), one=nn.Linear(D, P), w=param(P))
     options = {"loss": squared, "targets": torch.randn(B)} if with_loss else {}
     row = rows(model, torch.randn(B, D), **options)["w"]
     assert row.way == "vmap of the model"

@@ -10,6 +10,7 @@ from torch import nn
 
 from engine.cases import Net
 from engine.cases.case import D, P, T, ids, param, squared
+from engine.cases.hidden import Scale, ScaleForVmap
 from engine.compare import assert_same
 from qclip.engine import Engine, Refusal, clipped_gradients, oracle
 from qclip.engine import batch as batches
@@ -309,20 +310,9 @@ def test_rules_registered_later_are_used():
     from qclip.engine import Dense, register_rule
     from qclip.engine.rules import unregister_rule
 
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x * w
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, w = ctx.saved_tensors
-            return grad * w, (grad * x).sum(0)
-
     @torch.overrides.wrap_torch_function(lambda x, w: (x, w))
     def scale(x, w):
-        return Product.apply(x, w)
+        return Scale.apply(x, w)
 
     model, x, targets = (
         Net(lambda n, x: scale(n.one(x), n.w), one=nn.Linear(D, P), w=param(P)),
@@ -399,23 +389,9 @@ def test_tables_without_examples_are_no_business_of_a_rows_owner():
 
 
 def test_the_reasons_are_said():
-    class Hidden(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(x, w):
-            return x * w
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, w = ctx.saved_tensors
-            return grad * w, (grad * x).sum(0)
-
-    plan, _ = plan_of(Net(lambda n, x: Hidden.apply(n.one(x), n.w), one=nn.Linear(D, P), w=param(P)), torch.randn(4, D))
+    plan, _ = plan_of(
+        Net(lambda n, x: ScaleForVmap.apply(n.one(x), n.w), one=nn.Linear(D, P), w=param(P)), torch.randn(4, D)
+    )
     assert plan.whole == {"w"}
     assert plan.why.startswith("'w': the loss depends on it")
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.cases import Net
 from engine.cases.case import D, P, V, frozen, ids, param, squared
+from engine.cases.hidden import Product
 from engine.compare import assert_same
 from qclip.engine import Dense, Engine, Outer, Refusal, clipped_gradients, explain, oracle, register_rule
 from qclip.engine.rules import unregister_rule
@@ -377,20 +378,6 @@ def test_spectral_norm_declared():
 # Paths that are not seen
 
 
-class _Hidden(torch.autograd.Function):
-    """A product with a parameter, in a function of the user's own."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad @ w.T, x.transpose(-1, -2) @ grad
-
-
 class _HiddenFromCaptureOnly(torch.autograd.Function):
     """The same, of the sort that vmap understands."""
 
@@ -406,10 +393,10 @@ class _HiddenFromCaptureOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _Hidden.backward(ctx, grad)
+        return Product.backward(ctx, grad)
 
 
-def hidden(function=_Hidden, after=None):
+def hidden(function=Product, after=None):
     def forward(n, x):
         h = function.apply(n.one(x), n.w)
         return h if after is None else after(h)
@@ -438,7 +425,7 @@ def test_whole_model_gives_other_losses():
 
 
 def test_hidden_parameter_behind_a_site_of_another():
-    model = Net(lambda n, x: F.linear(x, n.v * _Hidden.apply(n.u, n.w)), u=param(P, 3), w=param(3, D), v=param(D))
+    model = Net(lambda n, x: F.linear(x, n.v * Product.apply(n.u, n.w)), u=param(P, 3), w=param(3, D), v=param(D))
     refuse(model, "'w'")
 
 

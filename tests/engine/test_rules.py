@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from engine.cases import OPERATIONS, PARAMETERS, Net
 from engine.cases.case import D, P, T, V, ids, param, squared
+from engine.cases.hidden import Scale
 from engine.compare import assert_same, quiet
 from qclip.engine import Dense, Engine, Outer, Rows, clipped_gradients, explain, oracle, register_rule
 from qclip.engine import batch as batches
@@ -465,24 +466,10 @@ def test_a_function_that_broadcasts(forget):
     check(Net(lambda n, x: torch.hypot(1 + x.square(), 1 + n.p), p=param(D)), x(T, D))
 
 
-class _Scale(torch.autograd.Function):
-    """A product that neither torch functions nor vmap see into."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad * w, (grad * x).flatten(0, -2).sum(0)
-
-
 @torch.overrides.wrap_torch_function(lambda x, w: (x, w))
 def scale(x, w):
     """The product made visible."""
-    return _Scale.apply(x, w)
+    return Scale.apply(x, w)
 
 
 @pytest.mark.parametrize("shape", [(D,), (T, D)], ids=str)

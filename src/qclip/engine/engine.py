@@ -161,9 +161,7 @@ class Engine:
         proving: bool = False,
     ) -> "Run":
         """Run the evaluation with every use of a parameter captured."""
-        run = self._begin(batch, count, keep_values=keep_values, observe=observe)
-        if proving:
-            run.state = checks.State.of(self.model, copy_buffers=True)
+        run = self._begin(batch, count, keep_values=keep_values, observe=observe, proving=proving)
         self._recording = True
         versions = [(x, x._version) for x in batches.tensors(batch)]
         try:
@@ -187,8 +185,9 @@ class Engine:
         *,
         keep_values: bool = False,
         observe: Callable[[int, Tensor], None] | None = None,
+        proving: bool = False,
     ) -> "Run":
-        """A capture ready to be entered."""
+        """A capture ready to be entered; a proof also compares the values of buffers."""
         if torch.is_inference_mode_enabled():
             raise Refusal("no gradients in inference mode; leave torch.inference_mode() for training")
         checks.require_inputs(batch)
@@ -214,7 +213,8 @@ class Engine:
             keep_values=keep_values,
             observe=observe,
         )
-        return Run(capture, checks.State.of(self.model), RandomState.now(self.device), count)
+        state = checks.State.of(self.model, copy_buffers=proving)
+        return Run(capture, state, RandomState.now(self.device), count)
 
     def _finish(
         self,
@@ -293,10 +293,10 @@ class Engine:
                 except Refusal:
                     raise
                 except _CALLS_FOR_REFUSAL as error:
-                    reason = str(error).strip().split("\n")[0]
                     raise Refusal(
-                        f"the model could not be run again with some examples replaced or left out: {reason}. Every "
-                        "input with one row per example must make sense in another order, and in a smaller batch"
+                        "the model could not be run again with some examples replaced or left out: "
+                        f"{_first_line(error)}. Every input with one row per example must make sense in "
+                        "another order, and in a smaller batch"
                     ) from error
                 checks.require_losses(again.losses, count)
                 return Trial(again.capture, again.losses, not start.unmoved())
@@ -332,9 +332,9 @@ class Engine:
                 self.model, evaluate, batch, run.count, names, run.random_state
             )
         except _CALLS_FOR_REFUSAL as error:
-            reason = str(error).strip().split("\n")[0]
             raise Refusal(
-                f"no exact way to clip {why}. Running the model example by example failed too: {reason}. {_REMEDY}"
+                f"no exact way to clip {why}. Running the model example by example failed too: {_first_line(error)}. "
+                f"{_REMEDY}"
             ) from error
         finally:
             self._recording = False
@@ -393,6 +393,10 @@ _REMEDY = (
     "Register a rule for the function (qclip.register_rule), write it with torch functions that vmap understands, "
     "or freeze the parameter"
 )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def site_gradients(
 ) -> dict[int, Tensor]:
     """Each source's per-example gradient, by the id of the tensor that stands for it in the call: vmap of the vjp."""
     function = _example_function(site, carrying)
-    sources = [x for x, _ in site.call.versions if id(x) in site.call.sources]
+    sources = site.call.source_tensors
 
     def one(data: list[Tensor], cotangents: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         pull_back = torch.func.vjp(lambda *values: function(data, values), *sources)[1]
@@ -54,7 +54,7 @@ def replay_agrees(site: Site, layout: Layout, carrying: list[Tensor], batch_size
     """Whether running the call again, example by example, gives the output it gave: same rows, same random numbers."""
     assert site.value is not None
     function = _example_function(site, carrying)
-    sources = [x for x, _ in site.call.versions if id(x) in site.call.sources]
+    sources = site.call.source_tensors
     data = [layout.by_example(x, batch_size) for x in carrying]
     with _replayed(site.random_state), torch.no_grad():
         again = torch.vmap(lambda data: function(data, sources)[0], randomness="different")(data)
@@ -77,8 +77,7 @@ def _example_function(
     """The call as a function of its example-wise tensors and of its sources, returning its differentiable outputs."""
     call = site.call
     places = {id(x): ("data", k) for k, x in enumerate(carrying)}
-    order = [id(x) for x, _ in call.versions if id(x) in call.sources]
-    places.update({key: ("source", k) for k, key in enumerate(order)})
+    places.update({id(x): ("source", k) for k, x in enumerate(call.source_tensors)})
 
     def run(data: Sequence[Tensor], sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
         given = {"data": data, "source": sources}

@@ -25,7 +25,6 @@ from torch import Tensor
 CHUNK_BYTES: Final = 2**26
 """How much memory a product that is thrown away at once may take."""
 
-
 ROUNDINGS: Final = 4
 """How many units of rounding the norms are taken from above."""
 
@@ -189,7 +188,7 @@ class Outer(Products):
 
     def squared_norms(self) -> Tensor:
         """[B], by the cheaper of the two ways that keep nothing."""
-        m, n = self.left.shape[3], self.right.shape[3]
+        m, n = self.sides
         if self.positions == 1:
             return (lengths(self.left) * lengths(self.right)).square().sum((1, 2))
         return self.gram_norms() if self.positions * (m + n) <= m * n else self.direct_norms()

@@ -76,7 +76,7 @@ def relative(lengths: Iterable[int], batch_size: int) -> tuple[Any, ...]:
 
 
 def candidates(shape: torch.Size, batch_size: int) -> Iterator[Layout]:
-    """Every layout that the sizes admit, the most usual first. Sizes decide nothing: see `qclip.engine.checks`."""
+    """Every layout that the sizes admit, the most usual first. Sizes decide nothing: see `qclip.engine.proof`."""
     if batch_size == 1:
         yield Single()
         return

@@ -136,9 +136,7 @@ def _healthy(rerun: Rerun, batch: Any, batch_size: int) -> tuple[Any, bool]:
     """
 
     def only(good: Tensor) -> Any:
-        index = torch.arange(batch_size, device=good.device)
-        index[~good] = index[good].repeat(batch_size)[: int((~good).sum())]
-        return batches.select(batch, index, batch_size)
+        return batches.select(batch, _replacement(good), batch_size)
 
     def is_finite(other: Any) -> bool:
         trial = rerun(other, batch_size)
@@ -284,8 +282,8 @@ def _require_separation(rerun: Rerun, batch: Any, count: int, plans: Sequence[Si
     if before.difference(again, everyone, everyone, tolerance) is not None:
         raise _unrepeatable(())
     for half in _halves(count, before.losses):
-        stay, index = _replacement(half)
-        after = Traces.of(rerun, batches.select(batch, index, count), count, plans)
+        stay = half != 0
+        after = Traces.of(rerun, batches.select(batch, _replacement(stay), count), count, plans)
         where = before.difference(after, stay, stay, tolerance)
         if where is not None:
             raise Refusal(f"examples mix: replacing some of them changed others, {where}. {_MIX}")
@@ -330,9 +328,8 @@ def _tolerance(losses: Tensor, single: float, half: float) -> float:
     return half if autocast or losses.dtype == torch.bfloat16 else single
 
 
-def _replacement(half: Tensor) -> tuple[Tensor, Tensor]:
-    """Which examples stay, and a batch in which copies of them replace the others."""
-    stay = half != 0
-    index = torch.arange(len(half), device=half.device)
-    index[~stay] = index[stay].repeat(len(half))[: int((~stay).sum())]
-    return stay, index
+def _replacement(stay: Tensor) -> Tensor:
+    """The indices of a batch in which copies of the examples that stay replace the others."""
+    index = torch.arange(len(stay), device=stay.device)
+    index[~stay] = index[stay].repeat(len(stay))[: int((~stay).sum())]
+    return index

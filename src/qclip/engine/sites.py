@@ -54,6 +54,11 @@ class Call:
         return sorted({name for source in self.sources.values() for name in source.parameters})
 
     @property
+    def source_tensors(self) -> list[Tensor]:
+        """The tensors among the arguments that stand for sources, in order."""
+        return [x for x, _ in self.versions if id(x) in self.sources]
+
+    @property
     def function_name(self) -> str:
         """Such as ``torch.conv2d``."""
         return resolve_name(self.function) or getattr(self.function, "__name__", repr(self.function))

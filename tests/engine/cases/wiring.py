@@ -24,6 +24,7 @@ from engine.cases.case import (
     squared,
     token_loss,
 )
+from engine.cases.hidden import Product
 from engine.cases.structure import ignored_labels
 
 
@@ -52,20 +53,6 @@ class _Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return 2 * grad
-
-
-class _Product(torch.autograd.Function):
-    """A product with a parameter, hidden in a function of the user's own."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad @ w.T, x.transpose(-1, -2) @ grad
 
 
 def _own_teacher(n: nn.Module, x: Tensor) -> Tensor:
@@ -123,7 +110,7 @@ RANDOM = family(
 
 OPAQUE = family(
     "executed",
-    {"custom-function-of-a-parameter": net(lambda n, x: _Product.apply(x, n.w), (D,), w=raw(D, P))},
+    {"custom-function-of-a-parameter": net(lambda n, x: Product.apply(x, n.w), (D,), w=raw(D, P))},
     may_refuse=True,
 )
 
