@@ -11,11 +11,11 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt pip hatchling editables
-	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[reproduce,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[reproduce,train,dev]'
 	touch $@
 
 demo: setup
-	$(BIN)/qclip reproduce --quick --out out/demo
+	OMP_NUM_THREADS=1 $(BIN)/qclip train --out out/demo --overwrite
 
 test: setup
 	$(BIN)/pytest -n auto
@@ -40,7 +40,8 @@ bench: setup
 
 figures: setup
 	$(BIN)/qclip reproduce --out out/full
-	for name in $$(grep -oh 'figures/[a-z0-9.-]*png' README.md docs/*.md | sort -u); do cp out/full/$$name docs/$$name; done
+	for name in $$(grep -oh 'figures/[a-z0-9.-]*png' README.md docs/*.md | sort -u); do \
+	  if [ -f out/full/$$name ]; then cp out/full/$$name docs/$$name; fi; done
 
 clean:
 	rm -rf $(VENV) out build dist

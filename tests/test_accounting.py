@@ -9,6 +9,7 @@ from scipy.optimize import root_scalar
 from scipy.stats import norm
 
 from qclip import accounting
+from qclip.training_plan import plan_training
 
 
 def asked_directly(kind, z, rate, steps, delta):
@@ -105,7 +106,7 @@ def test_bad_arguments_are_refused(name, value, message):
 
 def test_a_budget_below_what_delta_can_resolve_is_refused(monkeypatch):
     # No amount of noise helps when the accountant cannot report less: the search must end and say so.
-    monkeypatch.setattr(accounting, "_epsilon", lambda **_: 0.1)
+    monkeypatch.setattr(accounting, "epsilon", lambda **_: 0.1)
     with pytest.raises(
         ValueError, match=r"epsilon = 0\.01 must be large enough to be met by some noise; raise epsilon"
     ):
@@ -141,3 +142,89 @@ def test_merged_gaussians_cost_what_the_two_cost_together():
         accountant.compose(dp_accounting.GaussianDpEvent(z))
     merged = accounting.epsilon(noise_multiplier=2.0, sample_rate=1.0, steps=1, delta=1e-5)
     assert merged == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
+
+
+# The forms people have in hand, and the other questions
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_examples_batch_size_and_epochs_are_another_way_to_say_it(accountant):
+    public = {"noise_multiplier": 1.2, "delta": 1e-5, "accountant": accountant}
+    by_rate = accounting.epsilon(sample_rate=0.1, steps=30, **public)
+    assert accounting.epsilon(examples=1000, batch_size=100, epochs=3, **public) == by_rate
+    assert accounting.epsilon(examples=1000, batch_size=100, steps=30, **public) == by_rate
+    assert accounting.epsilon(sample_rate=0.1, epochs=3, **public) == by_rate
+
+
+@pytest.mark.parametrize(("examples", "batch_size"), [(60_000, 2048), (1000, 999), (7, 3), (10**6, 10), (49, 49)])
+def test_an_epoch_is_what_training_makes_of_it(examples, batch_size):
+    plan = plan_training(examples, batch_size, epochs=40, noise_multiplier=1.0, delta=1e-5)
+    assert accounting.sampling(None, None, examples, batch_size, 40) == (plan.sample_rate, plan.num_steps)
+    assert plan.num_steps == 40 * math.ceil(examples / batch_size)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"sample_rate": 0.1, "examples": 10, "batch_size": 1, "steps": 1}, "the first, or the other two"),
+        ({"steps": 1}, "the first, or the other two"),
+        ({"examples": 10, "steps": 1}, r"examples, batch_size = \(10, None\) must be given together"),
+        ({"examples": 10, "batch_size": 11, "steps": 1}, r"batch_size = 11 must be in \(0, 10\]"),
+        ({"sample_rate": 0.1}, r"steps, epochs = \(None, None\) must be one given and one left out"),
+        ({"sample_rate": 0.1, "steps": 1, "epochs": 1}, "one given and one left out"),
+        ({"sample_rate": 0.1, "epochs": -1}, "epochs = -1 must be >= 0"),
+    ],
+)
+def test_contradictory_forms_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        accounting.epsilon(noise_multiplier=1.0, delta=1e-5, **given)
+
+
+def test_rdp_is_dp_accountings_and_looser():
+    """Reference values: 2.101 by RDP, 1.828 by PLD."""
+    public = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1000, "delta": 1e-5}
+    assert accounting.epsilon(**public, accountant="rdp") == pytest.approx(2.101, abs=1e-3)
+    assert accounting.epsilon(**public) == pytest.approx(1.828, abs=1e-3)
+    with pytest.raises(ValueError, match="accountant = 'moments' must be one of 'pld', 'rdp'"):
+        accounting.epsilon(**public, accountant="moments")
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_noise_is_calibrated_to_the_safe_side_by_either(accountant):
+    public = {"sample_rate": 0.05, "steps": 200, "delta": 1e-5, "accountant": accountant}
+    z = accounting.noise_multiplier(epsilon=2.0, **public)
+    assert accounting.epsilon(noise_multiplier=z, **public) <= 2.0
+    assert accounting.epsilon(noise_multiplier=z * 0.998, **public) > 2.0
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_delta_is_the_inverse_of_epsilon(accountant):
+    public = {"noise_multiplier": 1.0, "sample_rate": 0.02, "steps": 300, "accountant": accountant}
+    found = accounting.delta(epsilon=1.5, **public)
+    assert accounting.epsilon(delta=found, **public) == pytest.approx(1.5, rel=1e-3)
+    assert accounting.delta(epsilon=1.5, **public | {"steps": 0}) == 0
+    assert accounting.delta(epsilon=1.5, **public | {"noise_multiplier": 0}) == 1
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_steps_are_the_most_that_a_budget_allows(accountant):
+    public = {"noise_multiplier": 1.0, "sample_rate": 0.05, "delta": 1e-5, "accountant": accountant}
+    most = accounting.steps(epsilon=3.0, **public)
+    assert most > 1
+    assert accounting.epsilon(steps=most, **public) <= 3.0 < accounting.epsilon(steps=most + 1, **public)
+    assert accounting.steps(epsilon=3.0, **public, most=5) == 5
+    assert accounting.steps(epsilon=1e-6, **public) == 0
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("num_steps", [1, 7, 500])
+def test_the_curve_is_never_below_and_exact_at_the_end(accountant, num_steps):
+    public = {"noise_multiplier": 0.9, "sample_rate": 0.03, "delta": 1e-5, "accountant": accountant}
+    curve = accounting.EpsilonCurve(num_steps=num_steps, **public)
+    exact = {n: accounting.epsilon(steps=n, **public) for n in {1, num_steps // 3 or 1, num_steps // 2 or 1, num_steps}}
+    assert all(curve(n) >= value for n, value in exact.items())
+    assert curve(num_steps) == pytest.approx(exact[num_steps], rel=1e-8)
+    assert curve(0) == 0
+    values = [curve(n) for n in range(num_steps + 1)]
+    assert values == sorted(values)
+    assert accounting.EpsilonCurve(num_steps=3, **public | {"noise_multiplier": 0})(1) == math.inf

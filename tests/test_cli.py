@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from qclip import theory
+from qclip import accounting, theory
 from qclip.cli import main
 from qclip.experiments import reproduce as reproduce_module
 from qclip.experiments.claim import Outcome, claim
@@ -114,3 +114,112 @@ def test_version_and_an_empty_dataset(capsys):
     assert run(capsys, "--version")[1].startswith("qclip ")
     status, _, err = run(capsys, *PLAN, "--steps", "10", "--epsilon", "1", "--examples", "0")
     assert (status, "--examples = 0 must be >= 1" in err) == (2, True)
+
+
+PRIVATE = ["plan", "--examples", "200", "--batch-size", "100", "--steps", "10"]
+
+
+def test_plan_of_the_privacy_alone(capsys):
+    status, out, _ = run(capsys, *PRIVATE, "--noise-multiplier", "4", "--dim", "2500")
+    assert status == 0
+    for word in (
+        "delta = 1/(10 N) = 0.0005",
+        "sampling rate",
+        "PrivateQuantile(0.7)",
+        "count noise",
+        "What is spent when",
+    ):
+        assert word in out
+    assert "qclip.make_private(" in out
+    assert "step size" not in out  # of the bound there is nothing to say
+
+
+def test_plan_of_a_budget_meets_it(capsys):
+    found = json.loads(run(capsys, *PRIVATE, "--epsilon", "0.25", "--delta", "1e-3", "--json")[1])
+    plan = found["privacy_plan"]
+    assert 0.245 < plan["epsilon"] <= 0.25
+    expected = accounting.noise_multiplier(epsilon=0.25, delta=1e-3, sample_rate=0.5, steps=10)
+    assert plan["noise_multiplier"] == pytest.approx(expected)
+    assert (plan["sample_rate"], plan["steps"], plan["steps_per_epoch"]) == (0.5, 10, 2)
+    assert plan["recommended"] == "PrivateQuantile(0.7)"
+    assert [row["steps"] for row in plan["spent"]] == [2, 4, 6, 8, 10]
+    assert "bound" not in found
+
+
+def test_plan_of_both_agrees_with_the_library(capsys):
+    arguments = ("--L", "1", "--sigma", "1", "--gap", "1", "--dim", "50", "--epsilon", "0.1", "--delta", "1e-3")
+    found = json.loads(run(capsys, *PRIVATE, *arguments, "--json")[1])
+    privacy = theory.Privacy(0.1, 1e-3, 200)
+    plan = theory.plan(theory.Assumptions(L=1, sigma=1, q=2, gap=1), steps=10, batch_size=100, dim=50, privacy=privacy)
+    assert found["step_size"] == pytest.approx(plan.gamma)
+    assert found["max_step"] == pytest.approx(plan.max_step)
+    assert found["noise_multiplier"] == found["privacy_plan"]["noise_multiplier"]
+    assert found["privacy"] == {"epsilon": 0.1, "delta": 1e-3, "examples": 200}
+    assert found["privacy_plan"]["p"] == pytest.approx(plan.p)  # the thresholds are judged at the bound's quantile
+    assert "twice the examples" in {move["change"] for move in found["moves"]}
+
+
+def test_plan_in_epochs(capsys):
+    arguments = ("--examples", "1000", "--batch-size", "300", "--epochs", "3", "--noise-multiplier", "4", "--json")
+    plan = json.loads(run(capsys, "plan", *arguments)[1])["privacy_plan"]
+    assert (plan["steps"], plan["steps_per_epoch"]) == (12, 4)
+
+
+def test_plan_of_groups_and_of_another_quantile(capsys):
+    arguments = ("--noise-multiplier", "4", "--json")
+    one, four = (
+        json.loads(run(capsys, *PRIVATE, *arguments, "--groups", groups, "--p", "0.7")[1])["privacy_plan"]
+        for groups in ("1", "4")
+    )
+    assert four["p"] == 0.7
+    assert four["recommended"] == "PrivateQuantile(0.7)"
+    noise = [plan["thresholds"][0]["count_noise_fraction"] for plan in (one, four)]
+    assert noise[1] == pytest.approx(2 * noise[0])
+
+
+def test_plan_says_why_no_threshold_works(capsys):
+    arguments = ("--examples", "1000", "--batch-size", "2", "--steps", "5", "--noise-multiplier", "50")
+    status, out, _ = run(capsys, "plan", *arguments)
+    assert status == 0
+    assert "None works here" in out
+    assert "- PrivateQuantile: noise of the unclipped fraction" in out
+
+
+def test_plan_for_a_target_with_noise_counts_its_steps(capsys):
+    arguments = ("--examples", "1000", "--batch-size", "100", "--noise-multiplier", "1", "--target", "0.2", "--json")
+    found = json.loads(run(capsys, *PLAN, *arguments)[1])
+    assert found["privacy_plan"]["steps"] == found["steps"]
+    assert found["bound"]["total"] <= 0.2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "plan = 'of nothing'"),
+        (("--steps", "10"), "plan = 'of nothing'"),
+        (("--L", "1", "--steps", "10"), "--sigma = None must be given with --L"),
+        (("--gap", "1", "--steps", "10"), "--L = None must be given with --gap"),
+        (("--q", "1.5", "--steps", "10"), "--L = None must be given with --q"),
+        ((*PRIVATE[1:], "--noise-multiplier", "1", "--target", "0.1"), "--L = None must be given with --target"),
+        ((*PRIVATE[1:], "--noise-multiplier", "1", "--epsilon", "2"), "--noise-multiplier = 1.0 must be left out"),
+        ((*PRIVATE[1:], "--noise-multiplier", "1", "--epochs", "2"), "epochs, steps = (2, 10)"),
+        (PRIVATE[1:], "--examples = 200 must be left out without --epsilon"),
+        (("--examples", "200", "--steps", "5", "--epsilon", "2"), "--batch-size = None must be given"),
+        (("--examples", "200", "--batch-size", "10", "--epsilon", "2"), "epochs, steps = (None, None)"),
+        (
+            ("--examples", "200", "--batch-size", "10.5", "--epsilon", "2", "--steps", "3"),
+            "--batch-size = 10.5 must be",
+        ),
+        (("--examples", "20", "--batch-size", "50", "--epsilon", "2", "--steps", "3"), "batch_size = 50 must be"),
+        ((*PLAN[1:], "--epochs", "3"), "--epochs = 3 must be left out without --examples"),
+        ((*PLAN[1:], "--steps", "3", "--groups", "2"), "--groups = 2 must be left out without --examples"),
+        ((*PRIVATE[1:], "--noise-multiplier", "1", "--p", "1.5"), "p = 1.5 must be in (0, 1)"),
+        ((*PRIVATE[1:], "--noise-multiplier", "1", "--groups", "0"), "groups = 0 must be"),
+    ],
+    ids=range(17),
+)
+def test_plan_refuses_what_does_not_fit_together(capsys, arguments, message):
+    status, out, err = run(capsys, "plan", *arguments)
+    assert status == 2
+    assert message in " ".join(err.split())
+    assert out in ("", "delta = 1/(10 N) = 0.0005\n", "delta = 1/(10 N) = 0.005\n")

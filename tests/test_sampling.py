@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from qclip.sampling import PoissonLoader, PoissonSampler, Ticket, Tickets, cut, dataset_size
+from qclip.sampling import PoissonSampler, Ticket, TicketLoader, Tickets, UniformSampler, cut, dataset_size
 
 N, RATE = 200, 0.1
 
@@ -31,10 +31,7 @@ def numbers(size=N):
 
 
 def loader(source, *, drawn=None, physical_batch_size=None, steps=range(5)):
-    return PoissonLoader(
-        source, drawn or sampler(), physical_batch_size=physical_batch_size, span=lambda: steps,
-        generator=torch.Generator().manual_seed(0),
-    )  # fmt: skip
+    return TicketLoader(source, drawn or sampler(), physical_batch_size=physical_batch_size, span=lambda: steps)
 
 
 def test_examples_join_independently_with_the_stated_probability():
@@ -55,6 +52,37 @@ def test_examples_join_independently_with_the_stated_probability():
     usual = expected > 20
     statistic = ((sizes - expected)[usual] ** 2 / expected[usual]).sum()
     assert stats.chi2.sf(statistic, usual.sum()) > 1e-5
+
+
+@pytest.mark.parametrize("physical_batch_size", [None, 3])
+def test_tensors_are_gathered_as_a_data_loader_collates_them(physical_batch_size):
+    dataset = TensorDataset(torch.randn(N, 2, 3), torch.arange(N), torch.arange(N) % 2 == 0)
+    quick = loader(dataset, physical_batch_size=physical_batch_size)
+    usual = loader(DataLoader(dataset), physical_batch_size=physical_batch_size)
+    for a, b in zip(quick, usual, strict=True):
+        assert type(a) is type(b)
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert not any(
+            x.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for x in a for t in dataset.tensors
+        )
+        assert quick.tickets.front == usual.tickets.front
+        quick.tickets.clear()
+        usual.tickets.clear()
+
+
+def test_uniform_batches_have_one_size_and_every_example_as_often_as_any_other():
+    steps, drawn = 4000, UniformSampler(N, 20, np.random.SeedSequence(1))
+    joined = np.zeros((steps, N))
+    for step in range(steps):
+        joined[step, drawn.draw(step)] = 1
+    assert (joined.sum(1) == 20).all()
+    standard = (joined - 0.1) / math.sqrt(0.1 * 0.9)
+    # Close to standard normals, 200 of them and 2e4 pairs: 6 and 7 fail one seed in 1e6.
+    assert np.abs(standard.sum(0) / math.sqrt(steps)).max() < 6
+    pairs = np.triu(standard.T @ standard / math.sqrt(steps), k=1)
+    assert np.abs(pairs).max() < 7
+    assert (drawn.draw(3) == drawn.draw(3)).all()
+    assert (drawn.draw(3) != drawn.draw(4)).any()
 
 
 def test_a_draw_is_a_function_of_the_seed_and_the_step():

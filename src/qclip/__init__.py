@@ -10,14 +10,28 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qclip import accounting, engine, problems, schedules, simulate, theory
     from qclip.engine import clipped_gradients, explain, register_rule
-    from qclip.private import PrivateTraining, make_private
-    from qclip.thresholds import Constant, PrivateQuantile
+    from qclip.private import make_private
+    from qclip.private_training import PrivateTraining
+    from qclip.thresholds import (
+        Constant,
+        ExactQuantile,
+        GeometricQuantile,
+        HistogramQuantile,
+        PrivateQuantile,
+        RollingQuantile,
+        SlackQuantile,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
     "Constant",
+    "ExactQuantile",
+    "GeometricQuantile",
+    "HistogramQuantile",
     "PrivateQuantile",
     "PrivateTraining",
+    "RollingQuantile",
+    "SlackQuantile",
     "accounting",
     "clipped_gradients",
     "engine",
@@ -28,12 +42,18 @@ __all__ = [
     "schedules",
     "simulate",
     "theory",
+    "thresholds",
 ]
 
 _HOMES = {
     "Constant": "thresholds",
+    "ExactQuantile": "thresholds",
+    "GeometricQuantile": "thresholds",
+    "HistogramQuantile": "thresholds",
     "PrivateQuantile": "thresholds",
-    "PrivateTraining": "private",
+    "PrivateTraining": "private_training",
+    "RollingQuantile": "thresholds",
+    "SlackQuantile": "thresholds",
     "clipped_gradients": "engine",
     "explain": "engine",
     "make_private": "private",

@@ -1,39 +1,129 @@
 """Epsilon of Poisson-sampled Gaussian steps, and the noise that meets a target: Google's dp-accounting, asked safely.
 
 Adjacency is add/remove one example; every step samples each example with probability ``sample_rate`` and releases one
-sum with Gaussian noise of ``noise_multiplier`` times its sensitivity.
+sum with Gaussian noise of ``noise_multiplier`` times its sensitivity. Instead of ``sample_rate`` and ``steps`` every
+function takes what people have in hand: ``examples`` and ``batch_size``, and ``epochs``.
+
+``accountant`` is "pld" (privacy loss distributions, tight) or "rdp" (Renyi divergences, looser and quicker). Neither
+reports less than is spent.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import dp_accounting
-from dp_accounting import pld
+import numpy as np
+from dp_accounting import pld, rdp
 
 from qclip import _validate as check
 
+Accountant = Literal["pld", "rdp"]
+_ACCOUNTANTS = {"pld": pld.PLDAccountant, "rdp": rdp.RdpAccountant}
 
-def epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
-    """The epsilon spent by ``steps`` steps, from the privacy loss distribution (never below the true one).
+
+def epsilon(
+    *,
+    noise_multiplier: float,
+    delta: float,
+    sample_rate: float | None = None,
+    steps: int | None = None,
+    examples: int | None = None,
+    batch_size: float | None = None,
+    epochs: float | None = None,
+    accountant: Accountant = "pld",
+) -> float:
+    """The epsilon spent by the steps, never below the true one.
 
     0 steps cost 0; a noise multiplier of 0 costs infinity.
 
     >>> round(epsilon(noise_multiplier=1, sample_rate=0.01, steps=1000, delta=1e-5), 3)
     1.828
+    >>> round(epsilon(noise_multiplier=1, examples=50_000, batch_size=500, epochs=10, delta=1e-5), 3)
+    1.828
     """
     z = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
-    sample_rate, steps, delta = _public(sample_rate, steps, delta)
+    rate, steps = sampling(sample_rate, steps, examples, batch_size, epochs)
+    delta = _delta(delta)
     if steps == 0:
         return 0.0
     if z == 0:
         return math.inf
-    accountant = pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
-    return float(accountant.compose(_event(z, sample_rate, steps)).get_epsilon(delta))
+    return float(_composed(z, rate, steps, accountant).get_epsilon(delta))
 
 
-def noise_multiplier(*, epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
+def delta(
+    *,
+    noise_multiplier: float,
+    epsilon: float,
+    sample_rate: float | None = None,
+    steps: int | None = None,
+    examples: int | None = None,
+    batch_size: float | None = None,
+    epochs: float | None = None,
+    accountant: Accountant = "pld",
+) -> float:
+    """The delta at which the steps spend this epsilon.
+
+    >>> f"{delta(noise_multiplier=1, epsilon=2, sample_rate=0.01, steps=1000):.1e}"
+    '2.7e-06'
+    """
+    z = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
+    target = check.nonnegative("epsilon", epsilon, "it is the privacy budget; 1 to 10 is usual")
+    rate, steps = sampling(sample_rate, steps, examples, batch_size, epochs)
+    if steps == 0:
+        return 0.0
+    if z == 0:
+        return 1.0
+    return float(_composed(z, rate, steps, accountant).get_delta(target))
+
+
+def steps(
+    *,
+    noise_multiplier: float,
+    epsilon: float,
+    delta: float,
+    sample_rate: float | None = None,
+    examples: int | None = None,
+    batch_size: float | None = None,
+    accountant: Accountant = "pld",
+    most: int = 10**7,
+) -> int:
+    """The largest number of steps (at most ``most``) that spends no more than epsilon; 0 if one is too many already.
+
+    >>> steps(noise_multiplier=1, epsilon=2, delta=1e-5, sample_rate=0.01) > 1000
+    True
+    """
+    target = check.positive("epsilon", epsilon, "it is the privacy budget; 1 to 10 is usual")
+    rate, _ = sampling(sample_rate, 1, examples, batch_size, None)
+
+    z = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
+    spent = _spending(z, rate, _delta(delta), accountant)
+    enough, most = 1, check.count("most", most)
+    while enough < most and spent(enough) <= target:
+        enough = min(2 * enough, most)
+    if spent(enough) <= target:
+        return most
+    low, high = enough // 2, enough  # spent(low) <= target < spent(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if spent(middle) <= target else (low, middle)
+    return low
+
+
+def noise_multiplier(
+    *,
+    epsilon: float,
+    delta: float,
+    sample_rate: float | None = None,
+    steps: int | None = None,
+    examples: int | None = None,
+    batch_size: float | None = None,
+    epochs: float | None = None,
+    accountant: Accountant = "pld",
+) -> float:
     """A noise multiplier whose epsilon is at most the target, and at most 0.1 % larger than needed.
 
     >>> z = noise_multiplier(epsilon=2, delta=1e-5, sample_rate=0.01, steps=1000)
@@ -41,18 +131,20 @@ def noise_multiplier(*, epsilon: float, delta: float, sample_rate: float, steps:
     True
     """
     target = check.positive("epsilon", epsilon, "it is the privacy budget; 1 to 10 is usual")
-    sample_rate, steps, delta = _public(sample_rate, steps, delta)
-    if steps == 0:
-        return 0.0
+    rate, count = sampling(sample_rate, steps, examples, batch_size, epochs)
+    return 0.0 if count == 0 else _calibrated(target, _delta(delta), rate, count, accountant)
 
-    @cache  # a query takes up to seconds
+
+@cache  # it takes seconds, and runs are planned again when they are resumed or compared
+def _calibrated(target: float, delta: float, rate: float, steps: int, accountant: Accountant) -> float:
+    @cache
     def spent(z: float) -> float:
-        return _epsilon(noise_multiplier=z, sample_rate=sample_rate, steps=steps, delta=delta)
+        return epsilon(noise_multiplier=z, sample_rate=rate, steps=steps, delta=delta, accountant=accountant)
 
-    low, high = _bracket(spent, target, _central_limit_guess(target, delta, sample_rate, steps))
+    low, high = _bracket(spent, target, _central_limit_guess(target, delta, rate, steps))
     found = dp_accounting.calibrate_dp_mechanism(
-        pld.PLDAccountant,
-        lambda z: _event(z, sample_rate, steps),
+        _ACCOUNTANTS[accountant],
+        lambda z: _event(z, rate, steps),
         target,
         delta,
         dp_accounting.ExplicitBracketInterval(low, high),
@@ -62,6 +154,60 @@ def noise_multiplier(*, epsilon: float, delta: float, sample_rate: float, steps:
     while spent(found) > target:
         found *= 1 + 1e-4
     return found
+
+
+class EpsilonCurve:
+    """Epsilon against the number of steps, for progress and records: on a grid, each point asked once, rounded up.
+
+    The value at n steps is that of the next grid point at or after n, so it is never below the epsilon of n steps, and
+    the same at the last step. `epsilon` is the exact answer.
+
+    >>> curve = EpsilonCurve(noise_multiplier=1, sample_rate=0.01, num_steps=1000, delta=1e-5)
+    >>> curve(0), round(curve(1000), 3), curve(990) == curve(1000)
+    (0.0, 1.828, True)
+    """
+
+    def __init__(
+        self,
+        *,
+        noise_multiplier: float,
+        sample_rate: float,
+        num_steps: int,
+        delta: float,
+        accountant: Accountant = "pld",
+        points: int = 40,
+    ) -> None:
+        self._spent = _spending(noise_multiplier, sample_rate, delta, accountant)
+        grid = np.linspace(0, 1, points + 1)[1:] ** 1.5 * num_steps  # finer at the start, where the curve is steep
+        self._grid = sorted({max(1, math.ceil(value)) for value in grid} | {num_steps})
+
+    def __call__(self, steps: int) -> float:
+        """The epsilon of this many steps, or a little more."""
+        if steps == 0:
+            return 0.0
+        place = self._grid[min(bisect_left(self._grid, steps), len(self._grid) - 1)]
+        return self._spent(max(place, steps))  # past the plan's end: exact
+
+
+def _spending(z: float, sample_rate: float, delta: float, accountant: Accountant) -> Callable[[int], float]:
+    """Epsilon of any number of steps, each asked once; never below the accountant's own answer."""
+    check.choice("accountant", accountant, _ACCOUNTANTS)
+
+    @cache
+    def one_step() -> pld.privacy_loss_distribution.PrivacyLossDistribution:
+        return pld.privacy_loss_distribution.from_gaussian_mechanism(z, sampling_prob=sample_rate)
+
+    @cache
+    def spent(steps: int) -> float:
+        if z == 0:
+            return math.inf
+        if accountant == "rdp":
+            return float(_composed(z, sample_rate, steps, accountant).get_epsilon(delta))
+        # Most of a query's time is the first step, which is the same for all.
+        exact = one_step().self_compose(steps).get_epsilon_for_delta(delta)
+        return float(exact) * (1 + 1e-9)  # composed in another order than the accountant's
+
+    return spent
 
 
 class Split(NamedTuple):
@@ -105,9 +251,6 @@ def merge(*noise_multipliers: float) -> float:
     return 1 / total if total else math.inf
 
 
-_epsilon = epsilon  # the function, where an argument of that name hides it
-
-
 def _bracket(spent: Callable[[float], float], target: float, guess: float) -> tuple[float, float]:
     """Two noise multipliers, the first spending more than the target and the second no more."""
     factor = 1.1
@@ -133,10 +276,52 @@ def _central_limit_guess(target: float, delta: float, sample_rate: float, steps:
     return 1 / math.sqrt(math.log1p((shift / sample_rate) ** 2 / steps))
 
 
-def _public(sample_rate: float, steps: int, delta: float) -> tuple[float, int, float]:
+def sampling(
+    sample_rate: float | None,
+    steps: int | None,
+    examples: int | None,
+    batch_size: float | None,
+    epochs: float | None,
+) -> tuple[float, int]:
+    """The sampling rate and the number of steps, from whichever form they were given in."""
+    if (sample_rate is None) == (examples is None and batch_size is None):
+        remedy = "give the rate, or examples= and batch_size="
+        given = (sample_rate, examples, batch_size)
+        raise check.refuse("sample_rate, examples, batch_size", given, "the first, or the other two", remedy)
+    if sample_rate is None:
+        if examples is None or batch_size is None:
+            given = (examples, batch_size)
+            raise check.refuse("examples, batch_size", given, "given together", "their ratio is the sampling rate")
+        examples = check.count("examples", examples, "it is the size of the dataset")
+        remedy = "it is the expected number of examples of a step"
+        batch_size = check.between("batch_size", batch_size, 0, examples, remedy, closed="high")
+        sample_rate = batch_size / examples
     rate = check.between("sample_rate", sample_rate, 0, 1, "it is batch size / dataset size", closed="high")
-    steps = check.count("steps", steps, "it is the number of optimizer steps", least=0)
-    return rate, steps, check.between("delta", delta, 0, 1, "well below 1/(dataset size), such as 1e-5")
+    if (steps is None) == (epochs is None):
+        raise check.refuse("steps, epochs", (steps, epochs), "one given and one left out", "say how long in one way")
+    if steps is None:
+        length = check.nonnegative("epochs", epochs, "an epoch is 1 / sample rate steps, rounded up")
+        return rate, math.ceil(length * steps_per_epoch(rate))
+    return rate, check.count("steps", steps, "it is the number of optimizer steps", least=0)
+
+
+def steps_per_epoch(sample_rate: float) -> int:
+    """The steps in which each example is drawn once on average, rounded up.
+
+    >>> steps_per_epoch(0.1), steps_per_epoch(2048 / 60_000)
+    (10, 30)
+    """
+    return math.ceil(1 / sample_rate - 1e-9)  # 1 / 0.1 may come out just above 10
+
+
+def _delta(delta: float) -> float:
+    return check.between("delta", delta, 0, 1, "well below 1/(dataset size), such as 1e-5")
+
+
+def _composed(z: float, sample_rate: float, steps: int, accountant: Accountant) -> dp_accounting.PrivacyAccountant:
+    check.choice("accountant", accountant, _ACCOUNTANTS)
+    empty = _ACCOUNTANTS[accountant](neighboring_relation=dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
+    return empty.compose(_event(z, sample_rate, steps))
 
 
 def _event(z: float, sample_rate: float, steps: int) -> dp_accounting.DpEvent:

@@ -1,26 +1,45 @@
-"""Poisson sampling: every example joins each logical step independently; every physical batch carries a ticket."""
+"""Sampling: who joins each logical step, cut into physical batches; every physical batch carries a ticket."""
 
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from qclip import _validate as check
 from qclip.engine.batch import tensors
 
 
+class Sampler(Protocol):
+    """Who joins a step: a function of the seed and the step, so there is no state to save and a step can be redrawn."""
+
+    @property
+    def seed(self) -> np.random.SeedSequence:
+        """What it draws from."""
+        ...
+
+    def draw(self, step: int) -> NDArray[np.intp]:
+        """The indices of the examples of this step, ascending; there may be none."""
+        ...
+
+
 @dataclass(frozen=True)
 class PoissonSampler:
     """Draws each of ``dataset_size`` examples with probability ``sample_rate``, independently, at every step.
-
-    A draw is a function of the seed and the step: there is no state to save, and a step can be drawn again.
 
     >>> sampler = PoissonSampler(10, 1.0, np.random.SeedSequence(0))
     >>> sampler.draw(step=0)
@@ -33,8 +52,37 @@ class PoissonSampler:
 
     def draw(self, step: int) -> NDArray[np.intp]:
         """The indices of the examples of this step, ascending; there may be none."""
-        seed = np.random.SeedSequence(self.seed.entropy, spawn_key=(*self.seed.spawn_key, step))
-        return np.flatnonzero(np.random.default_rng(seed).random(self.dataset_size) < self.sample_rate)
+        return np.flatnonzero(_rng(self.seed, step).random(self.dataset_size) < self.sample_rate)
+
+
+@dataclass(frozen=True)
+class UniformSampler:
+    """Draws ``batch_size`` different examples of ``dataset_size`` at every step, each subset as likely as any other.
+
+    For training without privacy: the accounting is that of Poisson sampling.
+
+    >>> len(UniformSampler(10, 3, np.random.SeedSequence(0)).draw(step=0))
+    3
+    """
+
+    dataset_size: int
+    batch_size: int
+    seed: np.random.SeedSequence
+
+    def draw(self, step: int) -> NDArray[np.intp]:
+        """The indices of the examples of this step, ascending."""
+        return np.sort(_rng(self.seed, step).choice(self.dataset_size, self.batch_size, replace=False, shuffle=False))
+
+
+def sampler(kind: str, dataset_size: int, batch_size: int, seed: np.random.SeedSequence) -> Sampler:
+    """Poisson or uniform sampling of ``batch_size`` examples, expected or exactly."""
+    if kind == "uniform":
+        return UniformSampler(dataset_size, batch_size, seed)
+    return PoissonSampler(dataset_size, batch_size / dataset_size, seed)
+
+
+def _rng(seed: np.random.SeedSequence, step: int) -> np.random.Generator:
+    return np.random.default_rng(np.random.SeedSequence(seed.entropy, spawn_key=(*seed.spawn_key, step)))
 
 
 @dataclass(frozen=True)
@@ -72,7 +120,8 @@ def cut(indices: NDArray[np.intp], step: int, physical_batch_size: int | None) -
 class Tickets:
     """The tickets of batches that were handed out and not yet used, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows_per_example: int = 1) -> None:
+        self._rows_per_example = rows_per_example
         self._issued: deque[tuple[Ticket, list[weakref.ref[Tensor]]]] = deque()
         self._spent: list[weakref.ref[Tensor]] = []
 
@@ -108,7 +157,8 @@ class Tickets:
         if ids & _alive(self._spent):
             remedy = "use every batch of training.loader once: an example that counts twice is not protected"
             raise check.refuse("batch", "used or void already", "the first that was not used", remedy)
-        if all(tensor.dim() == 0 or tensor.shape[0] != ticket.rows for tensor in given):
+        lengths = (ticket.rows, ticket.rows * self._rows_per_example)
+        if all(tensor.dim() == 0 or tensor.shape[0] not in lengths for tensor in given):
             remedy = "pass the batches of training.loader whole, one example per row of the first dimension"
             shapes = [tuple(tensor.shape) for tensor in given]
             raise check.refuse("batch", f"tensors of shapes {shapes}", f"of {ticket.rows} examples", remedy)
@@ -126,7 +176,7 @@ def _alive(refs: Iterable[weakref.ref[Tensor]]) -> set[int]:
     return {id(tensor) for ref in refs if (tensor := ref()) is not None}
 
 
-class PoissonLoader:
+class TicketLoader:
     """Batches as the data set collates them, drawn by the sampler and cut to size, each with a ticket.
 
     ``source`` is a map-style data set, or a DataLoader: its data set, collate function, workers and pinning are kept,
@@ -137,22 +187,27 @@ class PoissonLoader:
     def __init__(
         self,
         source: Dataset[Any] | DataLoader[Any],
-        sampler: PoissonSampler,
+        sampler: Sampler,
         *,
         physical_batch_size: int | None,
         span: Callable[[], range],
-        generator: torch.Generator,
+        rows_per_example: int = 1,
     ) -> None:
-        self.tickets = Tickets()
+        self.sampler = sampler
+        self.tickets = Tickets(rows_per_example)
+        self._source = source
         self._span = span
         self._pass: object = None
+        self._workers = torch.Generator()
         self._draws = _Draws(sampler, physical_batch_size)
-        self._batches = _data_loader(source, self._draws, generator)
+        self._batches = _data_loader(source, self._draws, self._workers)
 
     def __iter__(self) -> Iterator[Any]:
         steps = self._span()
         self.abandon()
         mine = self._pass = object()
+        # A pass gives its workers the same seeds when it is begun again, by a resumed run for instance.
+        self._workers.manual_seed(int(_rng(self.sampler.seed, steps.start).integers(2**63)))
         drawn = self._draws.begin(steps)
         for batch in self._batches:
             ticket = drawn.popleft()
@@ -162,17 +217,40 @@ class PoissonLoader:
                 remedy = "start a new one: it begins at the first logical batch that was not completed"
                 raise check.refuse("this pass over training.loader", "ended", "the latest, with no error in it", remedy)
 
+    def reseed(self, seed: np.random.SeedSequence) -> None:
+        """Draw from another seed from now on."""
+        self.abandon()
+        self.sampler = self._draws.sampler = replace(self.sampler, seed=seed)  # type: ignore[type-var]
+
+    def everything(self, chunk: int) -> Iterator[Any]:
+        """Every example once, in order, in batches of at most ``chunk``; they carry no tickets."""
+        size = dataset_size(self._source)
+        chunks = [list(range(start, min(start + chunk, size))) for start in range(0, size, chunk)]
+        return iter(_data_loader(self._source, chunks, torch.Generator()))
+
     def abandon(self) -> None:
         """End the pass: its tickets are void, and its next batch is refused."""
         self._pass = None
         self.tickets.clear()
 
 
+@dataclass(frozen=True)
+class _Gathered:
+    """What a DataLoader makes of a TensorDataset, by one indexing per tensor instead of one per example."""
+
+    dataset: TensorDataset
+    indices: Iterable[list[int]]
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        for chosen in self.indices:
+            yield [tensor[torch.tensor(chosen, device=tensor.device)] for tensor in self.dataset.tensors]
+
+
 class _Draws:
     """The index lists of a pass, for a DataLoader that may ask ahead of what it yields; tickets wait here, in order."""
 
-    def __init__(self, sampler: PoissonSampler, physical_batch_size: int | None) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: Sampler, physical_batch_size: int | None) -> None:
+        self.sampler = sampler
         self._physical_batch_size = physical_batch_size
         self._steps = range(0)
         self._drawn: deque[Ticket] = deque()
@@ -185,7 +263,7 @@ class _Draws:
     def __iter__(self) -> Iterator[list[int]]:
         drawn = self._drawn
         for step in self._steps:
-            for indices, ticket in cut(self._sampler.draw(step), step, self._physical_batch_size):
+            for indices, ticket in cut(self.sampler.draw(step), step, self._physical_batch_size):
                 drawn.append(ticket)
                 yield indices
 
@@ -209,13 +287,17 @@ def _dataset(source: Dataset[Any] | DataLoader[Any]) -> Dataset[Any]:
     return source.dataset if isinstance(source, DataLoader) else source
 
 
-def _data_loader(source: Dataset[Any] | DataLoader[Any], draws: _Draws, generator: torch.Generator) -> DataLoader[Any]:
+def _data_loader(
+    source: Dataset[Any] | DataLoader[Any], indices: Iterable[list[int]], generator: torch.Generator
+) -> Iterable[Any]:
     dataset = _dataset(source)
     if not isinstance(source, DataLoader):
-        return DataLoader(dataset, batch_sampler=draws, generator=generator)
+        if type(dataset) is TensorDataset:
+            return _Gathered(dataset, indices)
+        return DataLoader(dataset, batch_sampler=indices, generator=generator)
     return DataLoader(
         dataset,
-        batch_sampler=draws,
+        batch_sampler=indices,
         num_workers=source.num_workers,
         collate_fn=source.collate_fn,
         pin_memory=source.pin_memory,

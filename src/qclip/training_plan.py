@@ -1,13 +1,14 @@
 """The public constants of a private run, settled before it starts."""
 
 import logging
-import math
 import warnings
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from qclip import _validate as check
 from qclip import accounting
 
+Sampling = Literal["poisson", "uniform"]
 log = logging.getLogger("qclip")
 
 
@@ -22,6 +23,10 @@ class TrainingPlan:
     noise_multiplier: float
     """Of gradient and counts together."""
     delta: float
+    accountant: accounting.Accountant = "pld"
+    sampling: Sampling = "poisson"
+    epsilon: float | None = None
+    """The budget, where one was given."""
 
     @property
     def sample_rate(self) -> float:
@@ -31,7 +36,7 @@ class TrainingPlan:
     @property
     def steps_per_epoch(self) -> int:
         """The steps in which each example is drawn once on average (rounded up)."""
-        return math.ceil(self.dataset_size / self.batch_size)
+        return accounting.steps_per_epoch(self.sample_rate)
 
 
 def plan_training(
@@ -43,6 +48,8 @@ def plan_training(
     epsilon: float | None = None,
     delta: float | None = None,
     noise_multiplier: float | None = None,
+    accountant: accounting.Accountant = "pld",
+    sampling: Sampling = "poisson",
     private: bool = True,
 ) -> TrainingPlan:
     """Settle the constants of a run from what was given: one of epochs and steps, one of epsilon and noise multiplier.
@@ -65,7 +72,7 @@ def plan_training(
             "epsilon, noise_multiplier", (epsilon, noise_multiplier), "one given and one left out", remedy
         )
     if epochs is not None:
-        steps_per_pass = math.ceil(dataset_size / batch_size)
+        steps_per_pass = accounting.steps_per_epoch(batch_size / dataset_size)
         num_steps = check.count("epochs", epochs) * steps_per_pass
     else:
         num_steps = steps_per_pass = check.count("steps", steps)
@@ -74,13 +81,21 @@ def plan_training(
         if noise_multiplier != 0:
             log.warning("delta = %.3g: 1 / (10 len(dataset)), since it was left out", delta)
     delta = check.between("delta", delta, 0, 1, "well below 1/len(dataset), such as 1e-5")
+    check.choice("accountant", accountant, get_args(accounting.Accountant))
+    check.choice("sampling", sampling, get_args(Sampling))
+    if sampling == "uniform" and noise_multiplier != 0:
+        remedy = 'take sampling="poisson", or noise_multiplier=0 for training without privacy'
+        raise check.refuse("sampling", sampling, '"poisson" with noise: that is what is accounted for', remedy)
     if epsilon is not None:
-        noise_multiplier = _calibrated(epsilon, delta, batch_size, dataset_size, num_steps, private)
+        _refuse_empty_promises(delta, dataset_size, private)
+        noise_multiplier = accounting.noise_multiplier(
+            epsilon=epsilon, delta=delta, sample_rate=batch_size / dataset_size, steps=num_steps, accountant=accountant
+        )
     z = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
-    return TrainingPlan(dataset_size, batch_size, num_steps, steps_per_pass, z, delta)
+    return TrainingPlan(dataset_size, batch_size, num_steps, steps_per_pass, z, delta, accountant, sampling, epsilon)
 
 
-def _calibrated(epsilon: float, delta: float, batch_size: int, dataset_size: int, steps: int, private: bool) -> float:
+def _refuse_empty_promises(delta: float, dataset_size: int, private: bool) -> None:
     if not private:
         remedy = "take PrivateQuantile or Constant, or noise_multiplier= for a run without a guarantee"
         raise check.refuse("threshold", "non-private", "private, to meet an epsilon", remedy)
@@ -90,4 +105,3 @@ def _calibrated(epsilon: float, delta: float, batch_size: int, dataset_size: int
             "would satisfy it; 1/(10 len(dataset)) is usual",
             stacklevel=4,
         )
-    return accounting.noise_multiplier(epsilon=epsilon, delta=delta, sample_rate=batch_size / dataset_size, steps=steps)

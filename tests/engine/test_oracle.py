@@ -96,7 +96,7 @@ def test_non_finite_examples_add_nothing_and_have_infinite_norms(value):
     torch.testing.assert_close(found.sums["bias"], torch.tensor([0.5]))
     assert (found.group_norms[0] == torch.inf).all()
     assert found.norms[0] == torch.inf
-    assert found.count_under([1e30, 1e30]).tolist() == [2, 2]
+    assert found.count_under([[1e30], [1e30]]).tolist() == [[2], [2]]
 
 
 def test_one_group_that_is_not_finite_drops_the_whole_example():

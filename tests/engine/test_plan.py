@@ -413,3 +413,26 @@ def test_perturbed_parameters_are_put_back():
     with pytest.raises(KeyError), perturbed(parameters):
         raise KeyError
     assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+
+
+@pytest.mark.parametrize(("ties", "refused"), [(1, False), (30, True)])
+def test_a_few_examples_may_round_in_another_way_at_another_size(ties, refused):
+    class Flips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 2)
+
+        def forward(self, x):
+            h = self.linear(x)
+            first = torch.arange(len(x)) < ties
+            # The same value for those that tie, by another path: its gradient differs.
+            other = torch.where(torch.tensor(len(x) == 40), h[:, :1], h[:, :1] * 2 - h[:, :1].detach())
+            return torch.where(first[:, None], other, h[:, :1])
+
+    model, x, y = Flips(), torch.randn(40, 4), torch.zeros(40, 1)
+    loss = nn.MSELoss(reduction="none")
+    if refused:
+        with pytest.raises(Refusal, match="depends on how many others there are"):
+            clipped_gradients(model, lambda a, b: loss(a, b).sum(1), x, y, 1.0)
+    else:
+        clipped_gradients(model, lambda a, b: loss(a, b).sum(1), x, y, 1.0)

@@ -3,7 +3,7 @@
 import pytest
 
 from qclip import schedules
-from qclip.thresholds import Constant
+from qclip.thresholds import Answer, Constant, Question
 
 
 @pytest.mark.parametrize("tau", [0, -1.0, float("nan"), float("inf"), "one"])
@@ -21,5 +21,6 @@ def test_a_schedule_is_followed_and_checked_at_each_step():
 
 
 def test_it_asks_for_nothing_and_pays_nothing():
-    assert Constant(1.0).count(1, 0) is None
+    assert Constant(1.0).ask(1, 0) == Question()
+    assert Constant(1.0).unclipped(1, 0, Answer()) == ()
     assert Constant(1.0).noise_share == 0

@@ -33,6 +33,17 @@ class Geometry:
     groups: int
 
 
+def columns(images: Tensor, kernel: torch.Size, geometry: Geometry) -> Tensor:
+    """What each output position sees: [images, C * kernel, positions], by views and one copy, in any dimension."""
+    g = geometry
+    images = F.pad(images, [side for pad in reversed(g.pads) for side in (pad, pad)])
+    for k, (length, step, spread) in enumerate(zip(kernel, g.strides, g.dilations, strict=True)):
+        images = images.unfold(2 + k, spread * (length - 1) + 1, step)[..., ::spread]
+    count = len(kernel)  # now [images, C, *positions, *kernel]
+    order = (0, 1, *range(2 + count, 2 + 2 * count), *range(2, 2 + count))
+    return images.permute(order).flatten(2 + count).flatten(1, 1 + count)
+
+
 @dataclass(frozen=True)
 class Windows(Products):
     """A convolution over R images per example: inputs, output gradients, and how the windows lie."""
@@ -145,14 +156,9 @@ class Windows(Products):
     def _columns(self) -> Tensor:
         """What each output position sees: [B R, C * kernel, positions]."""
         g, kernel = self.geometry, self.shape[2:]
-        if len(kernel) == 2:
+        if len(kernel) == 2 and self.images.device.type == "cpu":  # on CUDA it launches a kernel for every image
             return F.unfold(self.images, tuple(kernel), g.dilations, g.pads, g.strides)
-        images = F.pad(self.images, [side for pad in reversed(g.pads) for side in (pad, pad)])
-        for k, (length, step, spread) in enumerate(zip(kernel, g.strides, g.dilations, strict=True)):
-            images = images.unfold(2 + k, spread * (length - 1) + 1, step)[..., ::spread]
-        count = len(kernel)  # now [B R, C, *positions, *kernel]
-        order = (0, 1, *range(2 + count, 2 + 2 * count), *range(2, 2 + count))
-        return images.permute(order).flatten(2 + count).flatten(1, 1 + count)
+        return columns(self.images, kernel, g)
 
     def _by_group(self, x: Tensor) -> Tensor:
         """[B R, groups * channels, *positions] as [B, groups, R * positions, channels]."""

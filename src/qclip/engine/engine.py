@@ -15,7 +15,7 @@ from qclip.engine.capture import Capture
 from qclip.engine.checks import Evaluate
 from qclip.engine.costs import CostModel
 from qclip.engine.forms import Dense, scale_examples
-from qclip.engine.groups import ClipNorm, GroupSpec, l2_bound, partition
+from qclip.engine.groups import ClipNorm, GroupSpec, partition
 from qclip.engine.parts import (
     Part,
     Parts,
@@ -45,6 +45,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
     return model(inputs)
 
 
+Choice = ClipNorm | Callable[[Tensor], ClipNorm]
+"""The threshold of each group, or a function that chooses it from norms [examples, K]."""
 Plans = dict[Any, tuple[Plan, int]]
 """By kind of forward pass: how to deal with it, and how often it was used."""
 _PROOFS = {0, 1, *(16**k - 1 for k in range(1, 12))}
@@ -85,15 +87,18 @@ class Engine:
 
     @torch.enable_grad()
     def clipped(
-        self, evaluate: Evaluate, batch: Any, clip_norm: ClipNorm, *, mask: Tensor | None = None
+        self, evaluate: Evaluate, batch: Any, clip_norm: Choice, *, mask: Tensor | None = None
     ) -> ClippedGradients:
-        """The clipped sum for a batch, where ``evaluate(batch)`` runs the model and returns one loss per example."""
-        thresholds = self.groups.thresholds(clip_norm)
+        """The clipped sum for a batch, where ``evaluate(batch)`` runs the model and returns one loss per example.
+
+        A function as ``clip_norm`` is given the norms of the examples that count, [examples, K], and chooses then.
+        """
+        choice = self._choice(clip_norm)
         count = batches.size(batch, mask)
         if count == 0:
-            return self._nothing(thresholds)
+            return self._nothing(choice)
         run = self.record(evaluate, batch, count)
-        return self._finish(run, evaluate, batch, thresholds, mask)
+        return self._finish(run, evaluate, batch, choice, mask)
 
     def watch(self, batch_size: Callable[[], int | None]) -> Watch:
         """From now on, capture every forward pass of the model that is called with gradients enabled.
@@ -115,7 +120,7 @@ class Engine:
         outputs: Any,
         targets: Any,
         loss: Callable[[Any, Any], Tensor],
-        clip_norm: ClipNorm,
+        clip_norm: Choice,
         *,
         mask: Tensor | None = None,
     ) -> ClippedGradients:
@@ -148,7 +153,7 @@ class Engine:
         checks.require_unchanged_inputs(run.capture.sites)
         run.losses = loss(outputs, targets)
         batch = ((watched.args, watched.kwargs), targets)
-        return self._finish(run, evaluate, batch, self.groups.thresholds(clip_norm), mask, kind=loss)
+        return self._finish(run, evaluate, batch, self._choice(clip_norm), mask, kind=loss)
 
     def record(
         self,
@@ -221,7 +226,7 @@ class Engine:
         run: "Run",
         evaluate: Evaluate,
         batch: Any,
-        thresholds: Sequence[float],
+        choice: Choice,
         mask: Tensor | None,
         *,
         kind: Any = None,
@@ -230,7 +235,7 @@ class Engine:
         checks.require_losses(run.losses, run.count)
         keep = batches.full_mask(run.count, mask, run.losses.device)
         run, _, parts = self.parts(run, keep, evaluate, batch, kind=kind)
-        return self._clip(parts, run.losses, keep, thresholds)
+        return self._clip(parts, run.losses, keep, choice)
 
     @torch.enable_grad()
     def parts(
@@ -344,11 +349,17 @@ class Engine:
         for name in names:
             parts[name] = [Part(Dense(scale_examples(grads[name], keep)))]
 
-    def _clip(self, parts: Parts, losses: Tensor, keep: Tensor, thresholds: Sequence[float]) -> ClippedGradients:
+    def _choice(self, clip_norm: Choice) -> Choice:
+        """What was given; refused before anything is computed where it is no threshold."""
+        return clip_norm if callable(clip_norm) else self.groups.thresholds(clip_norm)
+
+    def _clip(self, parts: Parts, losses: Tensor, keep: Tensor, choice: Choice) -> ClippedGradients:
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             prepare(parts, self.costs)
             group_norms = self._group_norms(parts, len(keep))
             usable = group_norms.isfinite().all(1) & keep
+            group_norms = torch.where(usable[:, None], group_norms, torch.inf)
+            thresholds = self.groups.thresholds(choice(group_norms[keep]) if callable(choice) else choice)
             limits = torch.tensor(thresholds, dtype=group_norms.dtype, device=keep.device)
             factors = torch.where(usable[:, None], (limits / group_norms).clamp(max=1), 0)
             # Where all is finite (one look at one flag), nothing has to be masked out.
@@ -357,13 +368,12 @@ class Engine:
                 name: weighted_sum(name, parts[name], factors[:, self.groups.members[name]], mask, self.parameters)
                 for name in self.parameters
             }
-            group_norms = torch.where(usable[:, None], group_norms, torch.inf)
             group_norms = torch.where(keep[:, None], group_norms, 0)
         return ClippedGradients(
             sums=sums,
             norms=torch.linalg.vector_norm(group_norms, dim=1),
             group_norms=group_norms,
-            l2_bound=l2_bound(thresholds),
+            clip_norms=thresholds,
             losses=losses.detach(),
             mask=keep,
         )
@@ -377,13 +387,14 @@ class Engine:
                 squares[self.groups.members[name]].append(squared_norms(found).to(dtype))
         return torch.stack([torch.stack(each).sum(0) for each in squares], 1).sqrt()
 
-    def _nothing(self, thresholds: Sequence[float]) -> ClippedGradients:
+    def _nothing(self, choice: Choice) -> ClippedGradients:
         """An empty batch: zero sums."""
         sums = {name: torch.zeros_like(p, dtype=accumulator(p)) for name, p in self.parameters.items()}
         norms = torch.zeros(0, len(self.groups), device=self.device)
         empty = torch.zeros(0, device=self.device)
+        thresholds = self.groups.thresholds(choice(norms) if callable(choice) else choice)
         return ClippedGradients(
-            sums, empty, norms, l2_bound(thresholds), empty, torch.zeros(0, dtype=torch.bool, device=self.device)
+            sums, empty, norms, thresholds, empty, torch.zeros(0, dtype=torch.bool, device=self.device)
         )
 
 

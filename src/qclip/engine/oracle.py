@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from qclip.engine import batch as batches
 from qclip.engine.engine import call
-from qclip.engine.groups import ClipNorm, GroupSpec, l2_bound, partition
+from qclip.engine.groups import ClipNorm, GroupSpec, partition
 from qclip.engine.parts import accumulator
 from qclip.engine.result import ClippedGradients
 
@@ -85,7 +85,7 @@ def clipped(
         sums=sums,
         norms=group_norms.square().sum(1).sqrt().to(dtype),
         group_norms=group_norms.to(dtype),
-        l2_bound=l2_bound(thresholds),
+        clip_norms=thresholds,
         losses=torch.stack(losses) if losses else torch.zeros(0, device=device),
         mask=keep,
     )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qclip.engine.groups import l2_bound
+
 
 @dataclass(frozen=True)
 class ClippedGradients:
@@ -20,17 +22,23 @@ class ClippedGradients:
     """Gradient norm of each example over all parameters, [B]; inf where it is not finite, 0 where masked."""
     group_norms: Tensor
     """The same for each group, [B, K]."""
-    l2_bound: float
-    """The largest norm that one example can add to all the sums together."""
+    clip_norms: tuple[float, ...]
+    """The largest norm that one example can add to each group's sums."""
     losses: Tensor
     """The loss of each example, [B], detached."""
     mask: Tensor
     """Which examples count, [B], bool."""
 
-    def count_under(self, radii: Sequence[float]) -> Tensor:
-        """How many examples have a group norm of at most the group's radius, [K], int64.
+    @property
+    def l2_bound(self) -> float:
+        """The largest norm that one example can add to all the sums together."""
+        return l2_bound(self.clip_norms)
+
+    def count_under(self, radii: Sequence[Sequence[float]]) -> Tensor:
+        """How many examples have a group norm of at most each of the group's radii, [K, M], int64.
 
         Masked examples and examples with non-finite gradients are not counted.
         """
         limits = torch.tensor(radii, dtype=self.group_norms.dtype, device=self.group_norms.device)
-        return ((self.group_norms <= limits) & self.group_norms.isfinite() & self.mask[:, None]).sum(0)
+        norms = self.group_norms[:, :, None]
+        return ((norms <= limits) & norms.isfinite() & self.mask[:, None, None]).sum(0)

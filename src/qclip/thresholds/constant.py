@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from qclip import _validate as check
+from qclip._validate import Floats
 from qclip.schedules import Schedule
-from qclip.thresholds.threshold import Count, Threshold, at
+from qclip.thresholds.threshold import Answer, Conditions, Question, Sight, Threshold, at, check_ahead
 
 
 @dataclass(frozen=True)
@@ -18,31 +19,41 @@ class Constant(Threshold[int]):
     tau: Schedule | float
 
     def __post_init__(self) -> None:
-        self.clip_norms(1, 0)  # refuses a bad first value before any work is done
+        self._tau(0)  # refuses a bad first value before any work is done
 
     @property
-    def private(self) -> bool:
+    def sees(self) -> Sight:
         """It never looks at the data."""
-        return True
+        return "nothing"
 
     @property
     def noise_share(self) -> float:
         """Nothing is asked, nothing is paid."""
         return 0.0
 
+    def check(self, conditions: Conditions) -> None:
+        """Refuse a schedule that leaves the positive numbers."""
+        check_ahead(self._tau, conditions.num_steps)
+
     def start(self, num_groups: int) -> int:
         """The number of groups."""
         return num_groups
 
-    def clip_norms(self, state: int, step: int) -> tuple[float, ...]:
+    def clip_norms(self, state: int, step: int, raw_norms: Floats | None = None) -> tuple[float, ...]:
         """The given value, once for each group."""
-        tau = check.positive("tau", at(self.tau, step), "it is the largest norm a clipped gradient may have")
-        return (tau,) * state
+        return (self._tau(step),) * state
 
-    def count(self, state: int, step: int) -> Count | None:
+    def ask(self, state: int, step: int) -> Question:
         """Nothing."""
-        return None
+        return Question()
 
-    def update(self, state: int, step: int, noisy_unclipped: tuple[float, ...]) -> int:
+    def unclipped(self, state: int, step: int, answer: Answer) -> tuple[float, ...]:
+        """It does not ask."""
+        return ()
+
+    def update(self, state: int, step: int, answer: Answer) -> int:
         """Unchanged."""
         return state
+
+    def _tau(self, step: int) -> float:
+        return check.positive("tau", at(self.tau, step), "it is the largest norm a clipped gradient may have")

@@ -1,0 +1,78 @@
+"""Private training with Hugging Face Accelerate: it chooses the device and the precision, qclip takes the step.
+
+    python examples/accelerate_loop.py --mixed-precision no
+
+`accelerator.prepare` gets the model. The optimizer and the data go to `make_private` as torch has them: qclip samples
+and guards the step itself. `accelerator.backward` would scale the loss, and is not needed: float16 and its scaler are
+refused, bfloat16 has the range of float32.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import tyro
+from accelerate import Accelerator
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import qclip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The run."""
+
+    epochs: int = 15
+    batch_size: int = 256
+    physical_batch_size: int = 128
+    epsilon: float = 3.0
+    delta: float = 1e-5
+    lr: float = 0.25
+    mixed_precision: Literal["no", "bf16"] = "bf16"
+    seed: int | None = None
+    """Of the sampling and the noise: for tests only."""
+
+
+def digits() -> tuple[TensorDataset, Tensor, Tensor]:
+    """64 grey values in [0, 1] and a label; every sixth example is held out."""
+    x, y = (torch.tensor(array) for array in load_digits(return_X_y=True))
+    x, held_out = x.float() / 16, torch.arange(len(x)) % 6 == 0
+    return TensorDataset(x[~held_out], y[~held_out]), x[held_out], y[held_out]
+
+
+def main(settings: Settings) -> tuple[float, float]:
+    """Train; returns the held-out accuracy and the epsilon spent."""
+    torch.manual_seed(0)
+    train, x_test, y_test = digits()
+    accelerator = Accelerator(mixed_precision=settings.mixed_precision)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=0.9)
+    training = qclip.make_private(
+        model,
+        optimizer,
+        train,
+        loss=nn.CrossEntropyLoss(),
+        batch_size=settings.batch_size,
+        physical_batch_size=settings.physical_batch_size,
+        epochs=settings.epochs,
+        epsilon=settings.epsilon,
+        delta=settings.delta,
+        seed=settings.seed,
+    )
+    for _ in range(settings.epochs):
+        for batch in training.loader:
+            x, y = (tensor.to(accelerator.device) for tensor in batch)
+            training.loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        accuracy = (model(x_test.to(accelerator.device)).argmax(1).cpu() == y_test).float().mean().item()
+    epsilon = training.epsilon()
+    accelerator.print(f"held-out accuracy {accuracy:.3f} at epsilon {epsilon:.2f} (delta {settings.delta:g})")
+    return accuracy, epsilon
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings))

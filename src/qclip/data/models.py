@@ -1,0 +1,66 @@
+"""The models of the tasks: small, without dropout or batch statistics."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    """A weighted sum for each output, zero at the start."""
+    model = nn.Linear(inputs, outputs)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    return model
+
+
+def perceptron(inputs: int, hidden: int, outputs: int) -> nn.Module:
+    """One hidden layer with tanh."""
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+
+
+def cnn() -> nn.Module:
+    """The CNN of Tramer and Boneh (2021) for one-channel 28 x 28 images in 10 classes: 26,010 parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 8, stride=2, padding=2), nn.Tanh(), nn.MaxPool2d(2, 1),
+        nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, 1),
+        nn.Flatten(), nn.Linear(32 * 4 * 4, 32), nn.Tanh(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+class CausalTransformer(nn.Module):
+    """A small causal language model over a fixed alphabet, with learned positions."""
+
+    def __init__(self, alphabet: int, positions: int, *, width: int = 64, layers: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(alphabet, width)
+        self.positions = nn.Embedding(positions, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, alphabet)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[B, T] characters to [B, T, alphabet] scores of the next one."""
+        x = self.characters(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    """Attention to what came before and a feed-forward layer, normalised first."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, width] to the same."""
+        queries, keys, values = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.attend(self.first(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.second(x))))

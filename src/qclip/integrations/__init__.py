@@ -1,0 +1,1 @@
+"""Other libraries: one thin module for each. Optional imports live here and nowhere else."""

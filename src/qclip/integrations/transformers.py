@@ -1,0 +1,176 @@
+"""Hugging Face models: losses for ``make_private(per_example_loss=...)``, and batches of one fixed length.
+
+A model of `transformers` returns the mean over the labels of a whole batch, which divides one example's loss by the
+number of labels of the others. The losses here are means over each example's own labels; an example by itself has the
+loss that the model would give it. Batches are mappings with ``labels``, as its collate functions make them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from qclip import _validate as check
+
+try:
+    from transformers import BatchEncoding
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError("transformers is not installed; pip install 'qclip[transformers]'") from missing
+
+IGNORED = -100
+"""The label that does not count."""
+
+Batch = Mapping[str, Any]
+
+
+def causal_lm_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean cross entropy of each example's next tokens, [B].
+
+    ``batch["labels"]``, [B, T], are the ids themselves, not shifted; those equal to -100 do not count, and an example
+    without any other has loss 0. What the model adds to its own loss, such as a term that balances experts over the
+    batch, is left out: it mixes examples.
+    """
+    labels = batch["labels"]
+    logits = model(**_without_labels(batch)).logits
+    return _mean_over_labels(logits[:, :-1], labels[:, 1:])
+
+
+def seq2seq_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean cross entropy of each example's target tokens, [B]; labels of -100 do not count.
+
+    The decoder reads ``batch["decoder_input_ids"]`` where given, and otherwise what the model makes of the labels
+    (shifted by one, behind its start token).
+    """
+    given = _without_labels(batch) if "decoder_input_ids" in batch else batch
+    return _mean_over_labels(model(**given).logits, batch["labels"])
+
+
+def token_classification_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean cross entropy of each example's labelled tokens, [B]: tags, or the masked tokens of a language model.
+
+    ``batch["labels"]``, [B, T], stand where their tokens are; those equal to -100 do not count.
+    """
+    return _mean_over_labels(model(**_without_labels(batch)).logits, batch["labels"])
+
+
+def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss of each example's class, classes or numbers, [B], whatever the examples are (texts, images, sound).
+
+    The model's ``config.problem_type`` decides, or, where it has none, what `transformers` would take: regression for
+    one output, one class per example for whole labels [B], and several for labels [B, classes] of zeros and ones.
+    """
+    labels = batch["labels"]
+    logits = model(**_without_labels(batch)).logits.float()
+    kind = _problem_type(model, logits, labels)
+    if kind == "single_label_classification":
+        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
+    targets = labels.reshape(logits.shape).float()
+    if kind == "regression":
+        return (logits - targets).square().mean(1)
+    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1)
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """A collate function: every example padded behind, or cut off, to one public length; made by `fixed_length`."""
+
+    pad_id: int
+    length: int
+    label_length: int
+
+    def __call__(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        """The batch of these examples, one row each."""
+        rows = [self._row(example) for example in examples]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _row(self, example: Any) -> dict[str, Tensor]:
+        given = example if isinstance(example, Mapping) else {"input_ids": example}
+        parts = {name: _tensor(name, value) for name, value in given.items()}
+        ids = parts["input_ids"]
+        if ids.dim() != 1:
+            remedy = "give the collate function one example at a time, without a dimension for the batch"
+            raise check.refuse("input_ids", f"of shape {tuple(ids.shape)}", "of shape [tokens]", remedy)
+        real = parts.setdefault("attention_mask", torch.ones_like(ids))
+        parts.setdefault("labels", torch.where(real.bool(), ids, IGNORED))
+        return {name: self._fit(name, part) for name, part in parts.items()}
+
+    def _fit(self, name: str, part: Tensor) -> Tensor:
+        if part.dim() != 1 or part.is_floating_point():
+            return part  # one label, or one number per class
+        length = self.label_length if name == "labels" or name.startswith("decoder_") else self.length
+        padding = IGNORED if name == "labels" else self.pad_id if name.endswith("input_ids") else 0
+        return F.pad(part[:length], (0, max(length - len(part), 0)), value=padding)
+
+
+def fixed_length(tokenizer_or_pad_id: Any, length: int, *, label_length: int | None = None) -> FixedLength:
+    """A collate function for a DataLoader: pads every example behind, or cuts it off, to ``length`` tokens.
+
+    Fixed shapes are proven once and compiled once; a batch padded to its own longest text has a new shape every time,
+    and its shape says something about its texts. Examples are lists of ids, or mappings with ``input_ids`` and whatever
+    else has one whole number per token. Padding has attention 0 and label -100. Where there are no labels they are the
+    ids, as causal language models want them; one label per example, and vectors of floats, stay as they are.
+
+    tokenizer_or_pad_id: a tokenizer with a padding token, or the id to pad with. Padding is masked, so any id will do,
+        except for classifiers on top of a decoder, which look for the last token that is not the model's padding.
+    label_length: of the labels, where they are a text of their own (`seq2seq_loss`); ``length`` when left out.
+
+    >>> batch = fixed_length(0, 4)([[5, 6, 7], [5, 6, 7, 8, 9]])
+    >>> batch["input_ids"].tolist(), batch["attention_mask"].tolist()
+    ([[5, 6, 7, 0], [5, 6, 7, 8]], [[1, 1, 1, 0], [1, 1, 1, 1]])
+    >>> batch["labels"].tolist()
+    [[5, 6, 7, -100], [5, 6, 7, 8]]
+    """
+    pad_id = tokenizer_or_pad_id if isinstance(tokenizer_or_pad_id, int) else tokenizer_or_pad_id.pad_token_id
+    if pad_id is None:
+        remedy = "pass an id instead, such as tokenizer.eos_token_id: padding is masked"
+        raise check.refuse("tokenizer.pad_token_id", None, "the id of a token", remedy)
+    pad_id = check.count("pad_id", pad_id, "it is the id of a token", least=0)
+    length = check.count("length", length, "it is the number of tokens of every example")
+    label_length = length if label_length is None else check.count("label_length", label_length)
+    return FixedLength(pad_id, length, label_length)
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        remedy = "tokenize first, and drop columns that the model does not read"
+        raise check.refuse(name, value, "a number or a list of numbers", remedy) from None
+    return tensor if tensor.numel() else tensor.long()  # an empty text has no floats either
+
+
+def _without_labels(batch: Batch) -> dict[str, Any]:
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def _mean_over_labels(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of logits [B, T, V] at labels [B, T], a mean over those of each example that count, [B]."""
+    losses = F.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+    return losses.sum(1) / (labels != IGNORED).sum(1).clamp_min(1)
+
+
+def _problem_type(model: nn.Module, logits: Tensor, labels: Tensor) -> str:
+    config: Any = model.config
+    if config.problem_type is not None:
+        return config.problem_type
+    if logits.shape[1] == 1:
+        return "regression"
+    return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+
+def _register_batches() -> None:
+    """Let the engine see into what tokenizers and collate functions of `transformers` return."""
+    if BatchEncoding not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            BatchEncoding,
+            lambda batch: (list(batch.values()), list(batch.keys())),
+            lambda values, keys: BatchEncoding(dict(zip(keys, values, strict=True))),
+            serialized_type_name="transformers.BatchEncoding",
+        )
+
+
+_register_batches()

@@ -1,0 +1,549 @@
+"""A private run: `PrivateTraining`, made by `qclip.make_private`."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
+
+from qclip import _validate as check
+from qclip import accounting, checkpoint, mechanism, rows, theory
+from qclip.engine import ClippedGradients, Engine
+from qclip.guard import Guard
+from qclip.logical_batch import LogicalBatch, Noise
+from qclip.losses import PerExample
+from qclip.sampling import Ticket, TicketLoader, sampler
+from qclip.schedules import Schedule
+from qclip.thresholds import Conditions, Threshold
+from qclip.thresholds.threshold import at, describe
+from qclip.training_plan import TrainingPlan
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A logical step, in public and released values only."""
+
+    step: int
+    tau: tuple[float, ...]
+    """The threshold of each group."""
+    noisy_unclipped: tuple[float, ...]
+    """The noisy fraction of examples left unclipped in each group; empty where the threshold does not ask for it."""
+    step_size: float
+    """The learning rate of the (first) optimizer's first group, over the threshold where steps are normalized."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a batch becomes one loss per example: through the model, or from its outputs with a criterion."""
+
+    losses: Callable[[Any], Tensor]
+    """Of a whole batch."""
+    criterion: PerExample | None
+    """None where only a whole batch will do."""
+    rows_per_example: int = 1
+
+
+class PrivateLoss:
+    """The loss of a physical batch: `backward` hands its clipped gradients over, instead of writing raw ones."""
+
+    def __init__(self, raw_loss: Tensor, hand_over: Callable[[], None]) -> None:
+        self._raw_loss = raw_loss
+        self._hand_over: Callable[[], None] | None = hand_over
+
+    def backward(self) -> None:
+        """Add the batch to its logical batch; at the last one, write the noisy gradient to ``.grad``."""
+        hand_over, self._hand_over = self._hand_over, None  # the raw gradients go with it
+        if hand_over is None:
+            raise _stale_loss()
+        hand_over()
+
+    def item(self) -> float:
+        """The mean loss of the batch: raw, for the screen only."""
+        return self._raw_loss.item()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        # GradScaler.scale takes a tensor or iterates: here is where it can be refused by name.
+        remedy = "train in bfloat16, whose range is that of float32: autocast needs no GradScaler then"
+        raise check.refuse("loss", "scaled by a GradScaler", "back-propagated as it is", remedy)
+
+    def __truediv__(self, number: object) -> "PrivateLoss":
+        # What loops that accumulate gradients do, and Accelerate's backward.
+        remedy = "leave it: physical batches are added up, and divided by the batch size once"
+        raise check.refuse("loss", f"divided by {number!r}", "back-propagated as it is", remedy)
+
+
+class PrivateTraining:
+    """A private run, made by `make_private`: fused with `step`, or an ordinary loop with `loss`.
+
+    Both clip each physical batch, and add noise and move the parameters at a logical batch's last one, and only there.
+    An error inside a logical batch drops its sums and charges nothing; a new pass over `loader` begins at that batch.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizers: Sequence[Optimizer],
+        source: Dataset[Any] | DataLoader[Any],
+        plan: TrainingPlan,
+        threshold: Threshold[Any],
+        evaluation: Evaluation,
+        *,
+        step_size: Schedule | float | None,
+        normalize: bool,
+        physical_batch_size: int | None,
+        seed: int | None,
+    ) -> None:
+        self.updated = False
+        """Whether the last call ended a logical step: for schedulers and averages of the parameters."""
+        self._engine, self._optimizers, self._plan, self._threshold = engine, tuple(optimizers), plan, threshold
+        self._evaluation, self._step_size, self._normalize = evaluation, step_size, normalize
+        self._device = engine.device
+        self._split = accounting.split(plan.noise_multiplier, threshold.noise_share)
+        dims = [0] * len(engine.groups)
+        for name, parameter in engine.parameters.items():
+            dims[engine.groups.members[name]] += parameter.numel()
+        threshold.check(Conditions(plan.batch_size, plan.num_steps, plan.noise_multiplier, tuple(dims)))
+        self._dims = dims
+        self._state = threshold.start(len(engine.groups))
+        self._history: list[StepRecord] = []
+        self._logical: LogicalBatch | None = None
+        self._guard = Guard(engine.parameters, self._optimizers)
+        self._random_states: dict[str, Any] | None = None
+        self.epsilon_curve = accounting.EpsilonCurve(
+            noise_multiplier=self._accounted,
+            sample_rate=plan.sample_rate,
+            num_steps=plan.num_steps,
+            delta=plan.delta,
+            accountant=plan.accountant,
+        )
+        """Epsilon against steps done: `epsilon` on a grid, rounded up, for progress and records."""
+
+        sampling, noise = np.random.SeedSequence(seed).spawn(2)
+        self._noise = torch.Generator(self._device).manual_seed(int(noise.generate_state(1, np.uint64)[0]))
+        self.loader = TicketLoader(
+            source,
+            sampler(plan.sampling, plan.dataset_size, plan.batch_size, sampling),
+            physical_batch_size=physical_batch_size,
+            span=self._steps_of_pass,
+            rows_per_example=evaluation.rows_per_example,
+        )
+        """The batches of the data, drawn for each step: one pass is one epoch, or the whole plan."""
+        self._inside = False
+        if evaluation.criterion is not None:
+            engine.watch(self._rows_of_next_batch)
+
+    @property
+    def num_steps(self) -> int:
+        """The logical steps of the whole plan."""
+        return self._plan.num_steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """The logical steps in which each example is drawn once on average."""
+        return self._plan.steps_per_epoch
+
+    @property
+    def finished(self) -> bool:
+        """Whether every step of the plan is done: another pass would be refused."""
+        return len(self._history) == self._plan.num_steps
+
+    @property
+    def plan(self) -> TrainingPlan:
+        """The public constants of the run."""
+        return self._plan
+
+    @property
+    def threshold(self) -> Threshold[Any]:
+        """Where it clips; what it has learnt is in the history."""
+        return self._threshold
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The names of the groups of parameters that are clipped together."""
+        return self._engine.groups.names
+
+    @property
+    def history(self) -> tuple[StepRecord, ...]:
+        """A record for each logical step done."""
+        return tuple(self._history)
+
+    @property
+    def noise_multipliers(self) -> accounting.Split:
+        """The noise of the gradient sum and of the counts, each relative to its own sensitivity."""
+        return self._split
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """The epsilon spent so far, exactly: what the accountant says of the steps that were released."""
+        return accounting.epsilon(
+            noise_multiplier=self._accounted,
+            sample_rate=self._plan.sample_rate,
+            steps=len(self._history),
+            delta=self._plan.delta if delta is None else delta,
+            accountant=self._plan.accountant,
+        )
+
+    @property
+    def _accounted(self) -> float:
+        """The noise multiplier that counts: none, where the threshold sees raw norms."""
+        return self._plan.noise_multiplier if self._threshold.private else 0.0
+
+    def certificate(
+        self, assumptions: theory.Assumptions, confidence: float = 0.95, *, p_lo: float | None = None
+    ) -> theory.Bound:
+        """What the run so far has achieved, by `qclip.theory.certificate`, from its own record.
+
+        For plain SGD (no momentum, no weight decay) and flat clipping at a threshold that counts unclipped examples;
+        refused otherwise. ``p_lo``: a lower bound on every step's unclipped fraction, where one is known; else the
+        record has to show one.
+        """
+        self._require_plain_sgd()
+        if len(self.groups) > 1:
+            raise check.refuse("groups", self.groups, "flat", "certify a run with one threshold")
+        if not self._history:
+            raise check.refuse("steps", 0, ">= 1", "train first: the certificate reads the record")
+        fraction_std = self._fraction_std()
+        fractions = [record.noisy_unclipped for record in self._history]
+        return theory.certificate(
+            assumptions,
+            [record.step_size for record in self._history],
+            [record.tau[0] for record in self._history],
+            [1 - fraction for (fraction,) in fractions],
+            batch_size=self._plan.batch_size,
+            noise_multiplier=self._split.gradient,
+            dim=self._dims,
+            p_lo=p_lo,
+            fraction_std=fraction_std,
+            confidence=confidence,
+        )
+
+    def step(self, *batch: Any) -> Tensor:
+        """The whole private step for a batch of the loader, or for ``(x, y)``; returns its mean loss (raw), 0-dim."""
+        with self._attempt():
+            ticket, gradients = self._clip(batch)
+            self._take(ticket, gradients)
+            if self.updated:
+                for optimizer in self._optimizers:
+                    optimizer.step()
+                self._guard.clear()
+        return _mean_loss(gradients, ticket)
+
+    def loss(self, *batch: Any) -> PrivateLoss:
+        """The loss of ``(outputs, targets)``, or of a batch that goes through the model here.
+
+        Call its ``backward()``, then ``optimizer.step()`` and ``optimizer.zero_grad()``, at every physical batch: they
+        do nothing until the logical batch is complete.
+        """
+        with self._attempt():
+            ticket, gradients = self._clip(batch) if len(batch) == 1 else self._clip_outputs(*batch)
+        logical = self._logical
+
+        def hand_over() -> None:
+            with self._attempt():
+                if logical is None or self._logical is not logical:
+                    raise _stale_loss()
+                self._take(ticket, gradients)
+
+        return PrivateLoss(_mean_loss(gradients, ticket), hand_over)
+
+    def state_dict(self) -> dict[str, Any]:
+        """qclip's own state, as of the last completed logical step: plain data.
+
+        Keep it as secret as the data until the run is complete: it holds the seeds of sampling and noise, with which
+        the noise could be subtracted. That of a complete run holds none.
+        """
+        seed = self.loader.sampler.seed
+        secrets = {
+            "sampling": {"entropy": seed.entropy, "spawn_key": tuple(seed.spawn_key)},
+            "noise": {"device": self._device.type, "state": self._noise.get_state()},
+            # In the middle of a logical batch the run goes back to where that batch began.
+            "random": checkpoint.random_states() if self._logical is None else self._random_states,
+        }
+        return {
+            **self._identity(),
+            "threshold_state": self._state,
+            "history": [asdict(record) for record in self._history],
+            "secrets": None if self.finished else secrets,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`, of this run or of one made with the same arguments."""
+        self._require_same_run(state)
+        history = [_record(row) for row in state["history"]]
+        if len(history) < len(self._history):
+            remedy = "make a new training to go back: the steps done since would be forgotten, but not their cost"
+            raise check.refuse("steps of the state", len(history), f">= {len(self._history)}, those done", remedy)
+        self._logical = None
+        self.loader.abandon()
+        self._guard.clear()
+        self.updated = False
+        self._history, self._state = history, state["threshold_state"]
+        secrets = state["secrets"]
+        if secrets is None:
+            return
+        sampling = secrets["sampling"]
+        self.loader.reseed(np.random.SeedSequence(sampling["entropy"], spawn_key=sampling["spawn_key"]))
+        if secrets["noise"]["device"] == self._device.type:  # else it goes on with fresh noise
+            self._noise.set_state(secrets["noise"]["state"].cpu())
+        if secrets["random"] is not None:
+            checkpoint.restore_random_states(secrets["random"])
+
+    def save(self, path: str | os.PathLike[str], **others: Any) -> None:
+        """Write a checkpoint: this run, its model and optimizers, and whatever else has a ``state_dict``, by name.
+
+        The file is replaced in one go. It holds what `state_dict` says about secrets; only its owner can read it.
+        """
+        checkpoint.write(
+            path,
+            {
+                "training": self.state_dict(),
+                "model": self._engine.model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+                "others": {name: other.state_dict() for name, other in self._foreign(others).items()},
+            },
+        )
+
+    def load(self, path: str | os.PathLike[str], **others: Any) -> None:
+        """Go on from a checkpoint of `save`, with the same others: the run that would have been, bit for bit on a CPU.
+
+        Refused, and nothing touched, where the file is damaged, of a newer version or of another run.
+        """
+        content = checkpoint.read(path, self._device)
+        mine = self._foreign(others)
+        if set(content["others"]) != set(mine):
+            remedy = "pass what was saved, under the same names"
+            raise check.refuse("others", sorted(mine), f"{sorted(content['others'])}, as in the file", remedy)
+        self._require_same_run(content["training"])
+        _require_same_tensors(self._engine.model, content["model"])
+        if len(content["optimizers"]) != len(self._optimizers):
+            remedy = "make the training with the same optimizers"
+            raise check.refuse("optimizers", len(self._optimizers), f"{len(content['optimizers'])}", remedy)
+        self._engine.model.load_state_dict(content["model"])
+        for optimizer, state in zip(self._optimizers, content["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        for name, other in mine.items():
+            other.load_state_dict(content["others"][name])
+        self.load_state_dict(content["training"])  # last: making the others draws from generators
+
+    def _foreign(self, others: Mapping[str, Any]) -> dict[str, Any]:
+        """The others that are not saved anyway."""
+        own = (self, self._engine.model, *self._optimizers)
+        return {name: other for name, other in others.items() if not any(other is mine for mine in own)}
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "plan": asdict(self._plan),
+            "threshold": describe(self._threshold),
+            "groups": dict(self._engine.groups.members),
+            "rows_per_example": self._evaluation.rows_per_example,
+            "normalize": self._normalize,
+        }
+
+    def _require_same_run(self, state: Mapping[str, Any]) -> None:
+        for part, mine in self._identity().items():
+            if state.get(part) == mine:
+                continue
+            name, given, value = part, mine, state.get(part)
+            if isinstance(mine, dict) and isinstance(value, dict):
+                key = next(key for key in [*mine, *value] if mine.get(key) != value.get(key))
+                name, given, value = f"{part}[{key!r}]", mine.get(key), value.get(key)
+            remedy = "make the training with the same arguments, or start a new run"
+            raise check.refuse(name, given, f"{value!r}, as in the checkpoint", remedy)
+
+    def _require_plain_sgd(self) -> None:
+        plain = {"momentum": 0, "weight_decay": 0, "maximize": False}
+        for optimizer in self._optimizers:
+            settings = [group.get(name) for group in optimizer.param_groups for name in plain]
+            sizes = {float(group["lr"]) for o in self._optimizers for group in o.param_groups}
+            if type(optimizer) is not SGD or any(settings) or len(sizes) > 1:
+                remedy = "the theorem is about one step size, no momentum and no weight decay"
+                raise check.refuse("optimizer", type(optimizer).__name__, "plain SGD", remedy)
+
+    def _fraction_std(self) -> float:
+        """A bound on the standard deviation of a recorded fraction: who was sampled, and the noise."""
+        B = self._plan.batch_size
+        if not self._threshold.private:
+            return 0.5 / B**0.5
+        count = self._threshold.ask(self._state, len(self._history)).count
+        if count is None or any(len(radii) > 1 for radii in count.radii):  # extrapolated, or a sum of several
+            remedy = "take PrivateQuantile or GeometricQuantile, which count at the threshold itself"
+            name = type(self._threshold).__name__
+            raise check.refuse("threshold", name, "one that counts unclipped examples and no others", remedy)
+        return float(np.hypot(max(count.centre, 1 - count.centre) / B**0.5, self._split.counts * count.l2_bound / B))
+
+    def _clip(self, batch: tuple[Any, ...]) -> tuple[Ticket, ClippedGradients]:
+        whole = batch[0] if len(batch) == 1 else batch
+        ticket, logical = self._redeem(whole)
+        mask = ticket.mask(self._device)
+        whole = self._placed(whole, ticket.rows)
+        return ticket, self._engine.clipped(self._evaluation.losses, whole, logical.choice, mask=mask)
+
+    def _clip_outputs(self, outputs: Any, targets: Any) -> tuple[Ticket, ClippedGradients]:
+        if self._evaluation.criterion is None:
+            remedy = "pass the batch, training.loss(batch)"
+            bound = (
+                "left out: with per_example_loss, or several rows per example, the batch goes through the model here"
+            )
+            raise check.refuse("outputs, targets", "given", bound, remedy)
+        ticket, logical = self._redeem((outputs, targets))
+        mask = ticket.mask(self._device)
+        return ticket, self._engine.finish(outputs, targets, self._evaluation.criterion, logical.choice, mask=mask)
+
+    def _placed(self, batch: Any, examples: int) -> Any:
+        """The batch on the model's device, as [examples, rows, ...] where an example has several rows."""
+        batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device, non_blocking=True), batch)
+        k = self._evaluation.rows_per_example
+        return batch if k == 1 else rows.split(batch, examples, k)
+
+    def _redeem(self, batch: Any) -> tuple[Ticket, LogicalBatch]:
+        """The ticket of this batch, and the logical batch that it continues or begins."""
+        self.updated = False
+        step = len(self._history)
+        self._refuse_past_plan(step)
+        ticket = self.loader.tickets.redeem(batch)
+        if self._logical is None or ticket.part == 0:
+            self._logical = self._begin_step(step)
+        if (ticket.step, ticket.part) != (step, self._logical.parts):
+            remedy = "call training.loss(...).backward() for every batch before the next one"
+            place = f"part {ticket.part} of step {ticket.step}"
+            raise check.refuse("batch", place, f"part {self._logical.parts} of step {step}", remedy)
+        return ticket, self._logical
+
+    def _begin_step(self, step: int) -> LogicalBatch:
+        state, threshold = self._state, self._threshold
+        question = threshold.ask(state, step)
+        if threshold.private:
+            return LogicalBatch(threshold.clip_norms(state, step), question, keep_norms=False)
+        if threshold.sees == "dataset":
+            return LogicalBatch(threshold.clip_norms(state, step, self._norms_of_all()), question, keep_norms=True)
+
+        def choose(raw_norms: Tensor) -> tuple[float, ...]:
+            return threshold.clip_norms(state, step, raw_norms.cpu().numpy())
+
+        return LogicalBatch(choose, question, keep_norms=True)
+
+    def _norms_of_all(self) -> np.ndarray:
+        """The raw norms of the whole data set at the current parameters, [examples, groups]."""
+        found = []
+        size, chunk = self._plan.dataset_size, self._plan.batch_size
+        for start, batch in zip(range(0, size, chunk), self.loader.everything(chunk), strict=True):
+            whole = self._placed(batch, min(chunk, size - start))
+            ones = torch.ones(min(chunk, size - start), dtype=torch.bool, device=self._device)
+            found.append(self._engine.clipped(self._evaluation.losses, whole, 1.0, mask=ones).group_norms.cpu().numpy())
+        return np.concatenate(found)
+
+    def _take(self, ticket: Ticket, gradients: ClippedGradients) -> None:
+        """Add a physical batch to the sums; after the last one, release them."""
+        logical = self._logical
+        assert logical is not None
+        self._guard.clear()
+        logical.add(gradients, ticket.size)
+        if ticket.last:
+            self._release(logical)
+            self._logical = None
+            self._random_states = checkpoint.random_states()
+            self.updated = True
+
+    def _release(self, logical: LogicalBatch) -> None:
+        step, parameters = len(self._history), self._engine.parameters
+        if logical.hopeless:
+            self._refuse_hopeless(step)
+        gradient, counts = logical.gradient(self._engine.groups.members), logical.counts()
+        noisy = mechanism.release(gradient, self._split.gradient, self._noise)
+        noisy_counts = {} if counts is None else mechanism.release(counts, self._split.counts, self._noise)
+        noise = Noise(
+            mechanism.noise_stds(gradient, self._split.gradient),
+            0.0 if counts is None else mechanism.noise_stds(counts, self._split.counts)[0],
+        )
+        answer = logical.answer(noisy, noisy_counts, noise, self._plan.batch_size)
+        noisy_unclipped = self._threshold.unclipped(self._state, step, answer)
+        state = self._threshold.update(self._state, step, answer)
+        scale = gradient.l2_bound if self._normalize else 1.0  # public, like everything it depends on
+        divisor = self._plan.batch_size * scale
+        grads = {name: (value / divisor).to(parameters[name].dtype) for name, value in noisy.items()}
+        if self._step_size is not None:
+            _set_step_size(self._optimizers, at(self._step_size, step))
+        step_size = float(self._optimizers[0].param_groups[0]["lr"]) / scale
+        # Charged before anyone can see it: an interruption between the two lines costs budget, not privacy.
+        self._history.append(StepRecord(step, logical.clip_norms, noisy_unclipped, step_size))
+        self._state = state
+        self._guard.write(grads)
+
+    def _refuse_hopeless(self, step: int) -> None:
+        """Nothing but noise can come of a batch without a finite gradient; say so where the model is at fault."""
+        diverged = not all(bool(p.isfinite().all()) for p in self._engine.parameters.values())
+        if step > 0 and not diverged:
+            return  # an unlucky draw of bad examples: they count as clipped, and nobody learns of it
+        where = "the parameters are not finite" if diverged else "at the first step already"
+        remedy = (
+            "lower the learning rate" if diverged else "look for NaN in the inputs, the loss or the initial weights"
+        )
+        raise check.refuse("gradients", f"not finite for any example, {where}", "finite", remedy)
+
+    def _steps_of_pass(self) -> range:
+        """The rest of the current epoch (of the plan, when it was given in steps)."""
+        done, length = len(self._history), self._plan.steps_per_pass
+        self._refuse_past_plan(done)
+        return range(done, min((done // length + 1) * length, self._plan.num_steps))
+
+    def _refuse_past_plan(self, step: int) -> None:
+        if step >= self._plan.num_steps:
+            remedy = "plan more epochs or steps from the start: the noise was chosen for these"
+            raise check.refuse("step", step, f"< num_steps = {self._plan.num_steps}: the budget is spent", remedy)
+
+    def _rows_of_next_batch(self) -> int | None:
+        """How many examples a forward of the user's own is about to see; None when it is not one to watch."""
+        ticket = self.loader.tickets.front
+        return None if self._inside or ticket is None else ticket.rows
+
+    @contextmanager
+    def _attempt(self) -> Iterator[None]:
+        """Drop the logical batch if anything goes wrong inside: part of it must not be released, nor be mixed up."""
+        self._inside = True
+        try:
+            yield
+        except BaseException:
+            self._logical = None
+            self.loader.abandon()
+            raise
+        finally:
+            self._inside = False
+
+
+def _stale_loss() -> ValueError:
+    remedy = "call training.loss(...).backward() once for each batch, before the next one"
+    return check.refuse("this loss", "stale", "the latest, not yet back-propagated", remedy)
+
+
+def _mean_loss(gradients: ClippedGradients, ticket: Ticket) -> Tensor:
+    return torch.where(gradients.mask, gradients.losses, 0).sum() / ticket.rows
+
+
+def _set_step_size(optimizers: Sequence[Optimizer], value: float) -> None:
+    value = check.positive("step_size", value, "a schedule gives the learning rate of each step")
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(value)
+            else:
+                group["lr"] = value
+
+
+def _record(row: Mapping[str, Any]) -> StepRecord:
+    return StepRecord(row["step"], tuple(row["tau"]), tuple(row["noisy_unclipped"]), row["step_size"])
+
+
+def _require_same_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Refuse before anything is loaded: a model that has taken half of another is no use."""
+    mine = {name: tuple(x.shape) for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+    theirs = {name: tuple(x.shape) for name, x in state.items() if isinstance(x, Tensor)}
+    for name in [*mine, *theirs]:
+        if mine.get(name) != theirs.get(name):
+            remedy = "build the model as it was when the checkpoint was written"
+            raise check.refuse(f"shape of {name}", mine.get(name), f"{theirs.get(name)}, as in the file", remedy)

@@ -1,0 +1,116 @@
+"""What the estimators share: the bounds of tau, moves of log tau, and the pursuit of a quantile that moves."""
+
+import math
+from statistics import NormalDist
+from typing import NamedTuple
+
+from qclip import _validate as check
+from qclip.schedules import Schedule
+from qclip.thresholds.threshold import Conditions, at
+
+NORMAL = NormalDist()
+MAX_MOVE = 0.3
+"""The most that log tau moves in a step besides its velocity: a factor of 100 takes 16 steps. An overshoot is noise."""
+MAX_VELOCITY = 0.05
+MAX_GAIN = 0.4
+RESTART = 8
+"""How many steps an average counts for at most once the quantile was lost: it is about another place."""
+USUAL_DRIFT = 0.004
+"""The change of the unclipped fraction in a step that the gain is meant for: norms that drift by 1 %, at the median."""
+
+
+def level(p: Schedule | float, step: int) -> float:
+    """The quantile aimed at in this step, in (0, 1)."""
+    return check.quantile("p", at(p, step))
+
+
+def check_range(initial: float, tau_min: float, tau_max: float) -> None:
+    """Refuse bounds that are not positive, or do not hold the initial value."""
+    check.positive("tau_min", tau_min)
+    check.positive("tau_max", tau_max)
+    check.between("initial", initial, tau_min, tau_max, "widen tau_min, tau_max", closed="both")
+
+
+def clamp(value: float, low: float, high: float) -> float:
+    """The nearest value in [low, high]; ``low`` for a NaN."""
+    return min(high, max(low, value))  # the order matters: every comparison with a NaN is false
+
+
+def moved(tau: float, change: float, tau_min: float, tau_max: float) -> float:
+    """``tau exp(change)``, within the bounds."""
+    return clamp(tau * math.exp(clamp(change, -700.0, 700.0)), tau_min, tau_max)  # exp overflows past 709
+
+
+def plausible(fraction: float, std: float) -> float:
+    """A noisy fraction, cut off where noise and sampling of this standard deviation cannot have taken it."""
+    return clamp(fraction, -0.5 - 5 * std, 1.5 + 5 * std)
+
+
+def usual_slope(p: float) -> float:
+    """How fast the unclipped fraction grows with log tau at the p-quantile of log-normal norms with unit spread.
+
+    >>> round(usual_slope(0.5), 3), round(usual_slope(0.9), 3)
+    (0.399, 0.175)
+    """
+    return NORMAL.pdf(NORMAL.inv_cdf(p))
+
+
+def gain(std: float, p: float) -> float:
+    """Which part of an error to correct at once, when a fraction is known up to this standard deviation in each step.
+
+    A gain g passes on noise of variance ``g std^2 / 2`` and follows a drift of d a step at a distance ``d / g``: the
+    sum of squares is least at a power 2/3 of ``d / std``. The last bound keeps noise from taking tau to where the
+    fraction is 1 (or 0) faster than the error there, 1 - p (or p), brings it back.
+
+    >>> [round(gain(std, 0.5), 2) for std in (0.0, 0.02, 0.1, 1.0)]
+    [0.4, 0.34, 0.12, 0.03]
+    """
+    if std == 0:
+        return MAX_GAIN
+    return min(MAX_GAIN, (USUAL_DRIFT / std) ** (2 / 3), 0.15 * (min(p, 1 - p) / std) ** 2)
+
+
+class Move(NamedTuple):
+    """A change of log tau, the velocity to go on with, and whether tau is so far off that averages should restart."""
+
+    change: float
+    velocity: float
+    lost: bool
+
+
+def pursue(velocity: float, error: float, slope: float, std: float, p: float) -> Move:
+    """A damped Newton step on log tau, and a velocity that learns a steady drift.
+
+    ``error`` is the estimated unclipped fraction less p, ``std`` its standard deviation, ``slope`` its derivative by
+    log tau. Proportional and integral part are critically damped: an error decays at half the gain, and does not swing.
+    While a step is cut off the velocity is kept as it is, or it would wind up.
+    """
+    rate = gain(std, p)
+    wanted = -rate * error / slope
+    change = clamp(wanted, -MAX_MOVE, MAX_MOVE)
+    if change != wanted:
+        return Move(change + velocity, velocity, lost=True)
+    # Hardly any norm is within tau, or nearly every one, and noise alone is not likely to say so.
+    lost = abs(error) > 0.75 * (p if error < 0 else 1 - p) > 1.5 * std
+    push = -(rate**2) / 4 * clamp(error / slope, -1.0, 1.0)
+    return Move(change + velocity, clamp(velocity + push, -MAX_VELOCITY, MAX_VELOCITY), lost)
+
+
+def attainable(p: float, noise: float, conditions: Conditions) -> float:
+    """The quantile p, unless the noise drowns it: ``noise`` is the standard deviation on a paid fraction.
+
+    It may be 1, the whole batch, and 10 times min(p, 1 - p), the largest error on the shorter side: beyond, tau would
+    wander for hundreds of steps.
+    """
+    most = min(1.0, 10 * min(p, 1 - p))
+    if noise > most:
+        name = f"noise of the unclipped fraction ({facts(conditions, p)})"
+        remedy = "take a larger batch, a larger noise_share, fewer groups, p nearer 0.5, or Constant(tau)"
+        raise check.refuse(name, round(noise, 2), f"<= {most:.2g}", remedy)
+    return p
+
+
+def facts(conditions: Conditions, p: float) -> str:
+    """The conditions in words, for errors."""
+    size, z, groups = conditions.batch_size, conditions.noise_multiplier, len(conditions.dims)
+    return f"batch size {size}, noise multiplier {z:g}, groups {groups}, p {p:g}"

@@ -1,0 +1,71 @@
+"""The quantile of the very norms that are clipped, or of the whole data set's: the paper's ideal. Not private."""
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal
+
+from qclip import _validate as check
+from qclip._validate import Floats
+from qclip.schedules import Schedule
+from qclip.thresholds._motion import check_range, level
+from qclip.thresholds._raw import raw_quantile, raw_unclipped
+from qclip.thresholds.threshold import Answer, Conditions, Question, Sight, Threshold, check_ahead
+
+
+@dataclass(frozen=True)
+class ExactQuantile(Threshold[tuple[float, ...]]):
+    """Clip each group at the lower empirical ``p``-quantile of its gradient norms. The run's epsilon is infinite.
+
+    p: the fraction of examples left unclipped, a number or a schedule.
+    over: "batch", the step's own norms; or "dataset", the norms of all the data at the step's parameters, which costs
+        a pass over the data in each step.
+    initial: tau of a first step without examples; later ones without examples keep the last tau, which is the state.
+    tau_min, tau_max: bounds. A gradient that is not finite counts as the largest.
+    """
+
+    p: Schedule | float
+    over: Literal["batch", "dataset"] = "batch"
+    _: KW_ONLY
+    initial: float = 0.1
+    tau_min: float = 1e-6
+    tau_max: float = 1e6
+
+    def __post_init__(self) -> None:
+        level(self.p, 0)
+        check.choice("over", self.over, ("batch", "dataset"))
+        check_range(self.initial, self.tau_min, self.tau_max)
+
+    @property
+    def sees(self) -> Sight:
+        """Raw norms: of the batch, or of all the data."""
+        return self.over
+
+    @property
+    def noise_share(self) -> float:
+        """Nothing is asked, nothing is paid."""
+        return 0.0
+
+    def check(self, conditions: Conditions) -> None:
+        """Refuse a schedule that leaves (0, 1)."""
+        check_ahead(lambda step: level(self.p, step), conditions.num_steps)
+
+    def start(self, num_groups: int) -> tuple[float, ...]:
+        """The initial value for each group."""
+        return (float(self.initial),) * num_groups
+
+    def clip_norms(self, state: tuple[float, ...], step: int, raw_norms: Floats | None = None) -> tuple[float, ...]:
+        """The quantile of the norms given, or the last one where there are none."""
+        if raw_norms is None or len(raw_norms) == 0:
+            return tuple(state)
+        return raw_quantile(raw_norms, level(self.p, step), self.tau_min, self.tau_max)
+
+    def ask(self, state: tuple[float, ...], step: int) -> Question:
+        """Nothing: it looks for itself."""
+        return Question()
+
+    def unclipped(self, state: tuple[float, ...], step: int, answer: Answer) -> tuple[float, ...]:
+        """The raw fraction of the batch; empty for a batch without examples."""
+        return raw_unclipped(answer.raw_norms, self.update(state, step, answer))
+
+    def update(self, state: tuple[float, ...], step: int, answer: Answer) -> tuple[float, ...]:
+        """What the step was clipped at: told, or found again from its norms."""
+        return tuple(answer.clip_norms) or self.clip_norms(state, step, answer.raw_norms)

@@ -1,0 +1,37 @@
+"""Ctrl-C at a good moment: the first one waits for the end of the step, the second one does not."""
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+
+class Interrupt:
+    """While it is entered, the first SIGINT sets ``asked`` and the second raises KeyboardInterrupt as usual.
+
+    Signals reach the main thread only; in another one it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        """Whether to stop after the current step."""
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        os.write(2, b"\nfinishing this step; Ctrl-C again stops at once\n")  # print is not safe here

@@ -1,0 +1,114 @@
+"""Every example runs, learns, and stays within its budget."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_every_example_is_run_here():
+    tests = Path(__file__).read_text() + Path(__file__).with_name("test_migrating.py").read_text()
+    missing = [path.stem for path in EXAMPLES.glob("*.py") if f'example("{path.stem}")' not in tests]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
+def test_examples_say_how_to_run_them(name):
+    text = (EXAMPLES / f"{name}.py").read_text()
+    assert f"    python examples/{name}.py" in text.split('"""')[1]
+    assert text.rstrip().endswith("main(tyro.cli(Settings))")
+
+
+def test_examples_run_from_the_command_line():
+    command = [sys.executable, str(EXAMPLES / "nonprivate_qcsgd.py"), "--steps", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "epsilon inf" in done.stdout
+
+
+def test_cnn_loop(example, capsys):
+    cnn = example("cnn_loop")
+    accuracy, epsilon = cnn.main(cnn.Settings(epochs=4, lr=0.3, seed=1))
+    assert accuracy > 0.5  # guessing gives 0.1
+    assert 2.9 < epsilon <= 3
+    assert "held-out accuracy" in capsys.readouterr().out
+
+
+def test_accelerate_loop(example):
+    accelerate = pytest.importorskip("accelerate")
+    loop = example("accelerate_loop")
+    found = {}
+    for precision in ("no", "bf16"):
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        found[precision] = loop.main(loop.Settings(epochs=4, mixed_precision=precision, seed=1))
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    for accuracy, epsilon in found.values():
+        assert accuracy > 0.8
+        assert 2.9 < epsilon <= 3
+    assert abs(found["no"][0] - found["bf16"][0]) < 0.05
+
+
+# Lightning names a class that torch has deprecated.
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+def test_lightning_loop(example):
+    pytest.importorskip("pytorch_lightning")
+    loop = example("lightning_loop")
+    accuracy, epsilon = loop.main(loop.Settings(epochs=4, seed=1))
+    assert accuracy > 0.8
+    assert 2.9 < epsilon <= 3
+
+
+def test_gpt2(example):
+    pytest.importorskip("transformers")
+    gpt2 = example("gpt2")
+    before, after, epsilon = gpt2.main(gpt2.Settings(steps=15, sentences=400, epsilon=8, lr=2e-2, seed=1))
+    assert before > 4.7  # log2 of the alphabet is 4.9
+    assert after < 3
+    assert 7.9 < epsilon <= 8
+
+
+def test_lora(example):
+    pytest.importorskip("peft")
+    lora = example("lora")
+    before, after, epsilon = lora.main(lora.Settings(public_steps=40, steps=15, sentences=400, epsilon=8, seed=1))
+    assert after < before / 2
+    assert 7.9 < epsilon <= 8
+
+
+def test_gan(example):
+    gan = example("gan")
+    before, after, epsilon = gan.main(gan.Settings(steps=150, seed=1))
+    assert after < before / 2
+    assert 4.9 < epsilon <= 5
+
+
+def test_nonprivate_qcsgd(example, capsys):
+    qcsgd = example("nonprivate_qcsgd")
+    fixed, coupled = qcsgd.main(qcsgd.Settings(steps=300))
+    assert coupled < fixed / 3  # the bias of a fixed quantile is gone
+    assert "epsilon inf" in capsys.readouterr().out
+
+
+def test_a_resumed_run_is_the_run_that_never_stopped(example, tmp_path):
+    resume = example("ema_scheduler_resume")
+
+    def run(folder, **changes):
+        settings = {"steps": 24, "save_every": 3, "lr": 2.0, "decay": 0.5, "seed": 1}
+        return resume.main(resume.Settings(out=tmp_path / folder, **settings | changes))
+
+    whole, accuracy, epsilon = run("whole")
+    _, _, half_epsilon = run("parts", stop_after=10)
+    parts, parts_accuracy, parts_epsilon = run("parts")
+    assert accuracy == parts_accuracy > 0.7
+    assert half_epsilon < epsilon == parts_epsilon <= 3
+    expected, found = whole.state_dict(), parts.state_dict()
+    assert list(expected) == list(found)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert int(found["n_averaged"]) == 24
+    again, _, again_epsilon = run("parts")  # a finished run has nothing left to do
+    assert math.isclose(again_epsilon, epsilon)
+    assert torch.equal(again.state_dict()["module.0.weight"], expected["module.0.weight"])

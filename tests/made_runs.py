@@ -1,0 +1,75 @@
+"""Folders of runs, made by hand for tests."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from qclip.run_folder import RunFolder
+
+
+def made_run(
+    path: Path,
+    *,
+    steps: int = 40,
+    groups: tuple[str, ...] = ("flat",),
+    asked: bool = True,
+    private: bool = True,
+    metrics: tuple[str, ...] = ("accuracy", "loss"),
+    threshold: dict[str, Any] | None = None,
+    **summary: Any,
+) -> Path:
+    """A run of 10 steps an epoch whose thresholds fall from 4 to 1; ``summary`` overrides what stands there."""
+    folder = RunFolder(path)
+    folder.prepare()
+    folder.metrics_file.touch()
+    for step in range(steps):
+        epsilon = 0.5 * math.sqrt(step + 1) if private else math.inf
+        tau = [4 * (1 + index) * 0.25 ** (step / max(steps - 1, 1)) for index in range(len(groups))]
+        unclipped = [0.5 + 0.1 * (-1) ** step] * len(groups) if asked else []
+        folder.append({"step": step, "tau": tau, "noisy_unclipped": unclipped, "step_size": 1.0, "epsilon": epsilon})
+        if step % 10 == 9:
+            held_out = dict.fromkeys(metrics, step / 100)
+            folder.append({"step": step + 1, "epoch": step // 10 + 1, "held_out": held_out, "epsilon": epsilon})
+    last = dict.fromkeys(metrics, (steps - 1) / 100)
+    folder.write_summary(
+        {
+            "epsilon": 0.5 * math.sqrt(steps) if private else None,
+            "delta": 1e-5,
+            "private": private,
+            "accuracy": last.get("accuracy"),
+            "held_out": last,
+            "finished": True,
+            "steps": steps,
+            "num_steps": steps,
+            "seconds": 1.5,
+            "task": "digits",
+            "description": "small <images> & labels",
+            "examples": 1000,
+            "batch_size": 100,
+            "sample_rate": 0.1,
+            "noise_multiplier": 2.0 if private else 0.0,
+            "threshold": threshold or {"name": "PrivateQuantile", "p": 0.5},
+            "groups": list(groups),
+            "parameters": 4810,
+            "settings": {"epochs": steps // 10, "epsilon": 4.0 if private else None, "lr": 2.0},
+            "command": "qclip train --epsilon 4",
+            "versions": {"qclip": "0.1.0"},
+            "certificate": None,
+        }
+        | summary
+    )
+    return path
+
+
+def rewrite_line(path: Path, number: int, text: str) -> None:
+    """Replace a line of the metrics, counted from 0."""
+    file = RunFolder(path).metrics_file
+    lines = file.read_text().splitlines()
+    lines[number] = text
+    file.write_text("\n".join(lines) + "\n")
+
+
+def line(**values: Any) -> str:
+    """A line of the metrics."""
+    return json.dumps(values)

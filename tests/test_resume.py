@@ -1,0 +1,218 @@
+"""Stopping anywhere and going on gives the run that would have been, bit for bit."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import TensorDataset
+
+from qclip.private import make_private
+from qclip.thresholds import (
+    Constant,
+    ExactQuantile,
+    GeometricQuantile,
+    HistogramQuantile,
+    PrivateQuantile,
+    RollingQuantile,
+    SlackQuantile,
+)
+
+THRESHOLDS = {
+    "constant": Constant(0.5),
+    "private": PrivateQuantile(0.5),
+    "geometric": GeometricQuantile(0.5),
+    "histogram": HistogramQuantile(0.5),
+    "slack": SlackQuantile(0.5),
+    "exact": ExactQuantile(0.5),
+    "exact over all": ExactQuantile(0.5, over="dataset"),
+    "rolling": RollingQuantile(0.5, window=50),
+}
+
+
+def dataset():
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(400, 4, generator=generator), torch.randint(3, (400,), generator=generator))
+
+
+class Run:
+    """A training with dropout, momentum, a scheduler and an average of the weights: all that a checkpoint must hold."""
+
+    def __init__(self, threshold, *, seed=None, physical_batch_size=None, kind=torch.optim.SGD, **changes):
+        torch.manual_seed(7)
+        self.model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 3))
+        momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        self.optimizer = kind(self.model.parameters(), lr=0.1, **momentum)
+        self.scheduler = StepLR(self.optimizer, 3)
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+        settings = {"batch_size": 150, "epochs": 2, "noise_multiplier": 1.0, "delta": 1e-4} | changes
+        self.training = make_private(
+            self.model, self.optimizer, dataset(), loss=nn.CrossEntropyLoss(), threshold=threshold, seed=seed,
+            physical_batch_size=physical_batch_size, **settings,
+        )  # fmt: skip
+
+    @property
+    def others(self):
+        return {"scheduler": self.scheduler, "average": self.average}
+
+    def go(self, door, stop=math.inf):
+        """Go on until this many physical batches have been used, or to the end."""
+        used = 0
+        while len(self.training.history) < self.training.num_steps:
+            for x, y in self.training.loader:
+                if door == "fused":
+                    self.training.step(x, y)
+                else:
+                    self.training.loss(self.model(x), y).backward()
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                if self.training.updated:
+                    self.scheduler.step()
+                    self.average.update_parameters(self.model)
+                used += 1
+                if used >= stop:
+                    return self
+        return self
+
+    def result(self):
+        tensors = {**self.model.state_dict(), **{f"average {k}": v for k, v in self.average.state_dict().items()}}
+        return {k: v.clone() for k, v in tensors.items()}, self.training.history, self.optimizer.param_groups[0]["lr"]
+
+
+def same(a, b):
+    assert a[1:] == b[1:]
+    assert a[0].keys() == b[0].keys()
+    for name in a[0]:
+        assert torch.equal(a[0][name], b[0][name]), name
+
+
+@pytest.mark.parametrize("door", ["fused", "ordinary"])
+@pytest.mark.parametrize("threshold", THRESHOLDS.values(), ids=THRESHOLDS)
+def test_a_resumed_run_is_the_run_that_would_have_been(threshold, door, tmp_path):
+    whole = Run(threshold, seed=5).go(door).result()
+    path = tmp_path / "run.pt"
+    first = Run(threshold, seed=5).go(door, stop=4)
+    first.training.save(path, **first.others)
+    second = Run(threshold)  # no seed: everything comes from the file
+    second.training.load(path, **second.others)
+    assert second.training.epsilon() == first.training.epsilon()
+    same(second.go(door).result(), whole)
+
+
+@pytest.mark.parametrize("door", ["fused", "ordinary"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("stop", [1, 5, 9])
+def test_a_run_stopped_inside_a_logical_batch_begins_that_batch_anew(stop, kind, door, tmp_path):
+    settings = {"physical_batch_size": 40, "kind": kind}
+    whole = Run(PrivateQuantile(0.5), seed=5, **settings).go(door).result()
+    first = Run(PrivateQuantile(0.5), seed=5, **settings).go(door, stop=stop)
+    steps = len(first.training.history)
+    first.training.save(tmp_path / "run.pt", **first.others)
+    second = Run(PrivateQuantile(0.5), **settings)
+    second.training.load(tmp_path / "run.pt", **second.others)
+    assert len(second.training.history) == steps
+    same(second.go(door).result(), whole)
+
+
+def test_an_epoch_goes_on_where_it_stopped(tmp_path):
+    first = Run(Constant(1.0), epochs=2).go("fused", stop=4)
+    first.training.save(tmp_path / "run.pt")
+    second = Run(Constant(1.0), epochs=2)
+    second.training.load(tmp_path / "run.pt")
+    assert [len(first.training.history), first.training.steps_per_epoch] == [4, 3]
+    for batch in second.training.loader:
+        second.training.step(batch)
+    assert len(second.training.history) == second.training.num_steps == 6
+
+
+def saved(tmp_path, stop=2, **settings):
+    run = Run(PrivateQuantile(0.5), **settings).go("fused", stop=stop)
+    run.training.save(tmp_path / "run.pt", **run.others)
+    return tmp_path / "run.pt"
+
+
+@pytest.mark.parametrize(
+    ("threshold", "changes", "message"),
+    [
+        (PrivateQuantile(0.6), {}, r"threshold\['p'\] = 0.6 must be 0.5, as in the checkpoint"),
+        (Constant(0.5), {}, r"threshold\['name'\] = 'Constant' must be 'PrivateQuantile'"),
+        (PrivateQuantile(0.5), {"noise_multiplier": 0.5}, r"plan\['noise_multiplier'\] = 0.5 must be 1.0"),
+        (PrivateQuantile(0.5), {"batch_size": 140}, r"plan\['batch_size'\] = 140 must be 150"),
+        (PrivateQuantile(0.5), {"epochs": 3}, r"plan\['num_steps'\] = 9 must be 6"),
+        (PrivateQuantile(0.5), {"delta": 1e-3}, r"plan\['delta'\] = 0.001 must be 0.0001"),
+        (PrivateQuantile(0.5), {"accountant": "rdp"}, r"plan\['accountant'\] = 'rdp' must be 'pld'"),
+        (PrivateQuantile(0.5), {"groups": "per-layer"}, r"groups\['3.weight'\] = 1 must be 0"),
+    ],
+)
+def test_a_checkpoint_of_another_plan_is_refused_and_nothing_is_touched(threshold, changes, message, tmp_path):
+    path = saved(tmp_path)
+    before = path.read_bytes()
+    other = Run(threshold, **changes)
+    start = copy.deepcopy(other.result())
+    with pytest.raises(ValueError, match=message):
+        other.training.load(path, **other.others)
+    same(other.result(), start)
+    assert path.read_bytes() == before
+
+
+def test_another_model_or_other_names_are_refused(tmp_path):
+    path = saved(tmp_path)
+    run = Run(PrivateQuantile(0.5))
+    with pytest.raises(
+        ValueError, match=r"others = \['scheduler'\] must be \['average', 'scheduler'\], as in the file"
+    ):
+        run.training.load(path, scheduler=run.scheduler)
+    wide = nn.Linear(4, 3)
+    training = make_private(
+        wide, torch.optim.SGD(wide.parameters(), lr=0.1), dataset(), loss=nn.CrossEntropyLoss(), batch_size=150,
+        epochs=2, noise_multiplier=1.0, delta=1e-4, threshold=PrivateQuantile(0.5),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="groups"):
+        training.load(path, **run.others)
+
+
+def test_going_back_in_a_run_is_refused(tmp_path):
+    path = saved(tmp_path, stop=2)
+    run = Run(PrivateQuantile(0.5)).go("fused", stop=4)
+    with pytest.raises(ValueError, match="steps of the state = 2 must be >= 4"):
+        run.training.load_state_dict(torch.load(path, weights_only=True)["training"])
+    assert len(run.training.history) == 4
+
+
+def test_a_complete_run_keeps_no_secrets_and_cannot_go_on(tmp_path):
+    run = Run(PrivateQuantile(0.5), seed=5).go("fused")
+    assert run.training.state_dict()["secrets"] is None
+    run.training.save(tmp_path / "run.pt", **run.others)
+    again = Run(PrivateQuantile(0.5))
+    again.training.load(tmp_path / "run.pt", **again.others)
+    assert again.training.epsilon() == run.training.epsilon() > 0
+    with pytest.raises(ValueError, match="the budget is spent"):
+        next(iter(again.training.loader))
+    same(again.result(), run.result())
+
+
+def test_the_model_and_the_optimizer_may_be_named_too(tmp_path):
+    run = Run(PrivateQuantile(0.5)).go("fused", stop=1)
+    run.training.save(tmp_path / "run.pt", model=run.model, optimizer=run.optimizer)
+    run.training.load(tmp_path / "run.pt", optimizer=run.optimizer)
+
+
+def test_batches_handed_out_before_a_load_are_void(tmp_path):
+    path = saved(tmp_path)
+    run = Run(PrivateQuantile(0.5))
+    batch = next(iter(run.training.loader))
+    run.training.load(path, **run.others)
+    with pytest.raises(ValueError, match="without a ticket"):
+        run.training.step(batch)
+
+
+def test_raw_sums_are_not_in_the_state():
+    run = Run(PrivateQuantile(0.5), physical_batch_size=40).go("fused", stop=2)
+    assert not run.training.updated
+    state = run.training.state_dict()
+    assert state["history"] == []
+    assert set(state) == {
+        "plan", "threshold", "groups", "rows_per_example", "normalize", "threshold_state", "history", "secrets",
+    }  # fmt: skip
