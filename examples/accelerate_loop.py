@@ -29,7 +29,7 @@ class Settings:
     physical_batch_size: int = 128
     epsilon: float = 3.0
     delta: float = 1e-5
-    lr: float = 0.25
+    lr: float = 0.2
     mixed_precision: Literal["no", "bf16"] = "bf16"
     seed: int | None = None
     """Of the sampling and the noise: for tests only."""
@@ -54,6 +54,7 @@ def main(settings: Settings) -> tuple[float, float]:
         optimizer,
         train,
         loss=nn.CrossEntropyLoss(),
+        normalize=True,
         batch_size=settings.batch_size,
         physical_batch_size=settings.physical_batch_size,
         epochs=settings.epochs,

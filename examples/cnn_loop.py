@@ -25,7 +25,7 @@ class Settings:
     batch_size: int = 256
     epsilon: float = 3.0
     delta: float = 1e-5
-    lr: float = 0.1
+    lr: float = 0.2
     seed: int | None = None
     """Of the sampling and the noise: for tests only."""
 
@@ -58,6 +58,7 @@ def main(settings: Settings) -> tuple[float, float]:
         optimizer,
         train,
         loss=nn.CrossEntropyLoss(),
+        normalize=True,
         batch_size=settings.batch_size,
         epochs=settings.epochs,
         epsilon=settings.epsilon,

@@ -35,7 +35,7 @@ class Settings:
     physical_batch_size: int = 128
     epsilon: float = 3.0
     delta: float = 1e-5
-    lr: float = 1.0
+    lr: float = 2.0
     decay: float = 0.95
     """Of the average: it remembers about 1 / (1 - decay) steps."""
     seed: int | None = None
@@ -68,6 +68,7 @@ def main(settings: Settings) -> tuple[AveragedModel, float, float]:
         optimizer,
         train,
         loss=nn.CrossEntropyLoss(),
+        normalize=True,
         batch_size=settings.batch_size,
         physical_batch_size=settings.physical_batch_size,
         steps=settings.steps,

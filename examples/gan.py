@@ -72,6 +72,7 @@ def main(settings: Settings) -> tuple[float, float, float]:
         optimizer,
         train,
         per_example_loss=discriminator_loss,
+        threshold=qclip.PrivateQuantile(0.5),
         batch_size=settings.batch_size,
         steps=settings.steps,
         epsilon=settings.epsilon,

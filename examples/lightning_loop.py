@@ -29,7 +29,7 @@ class Settings:
     physical_batch_size: int = 128
     epsilon: float = 3.0
     delta: float = 1e-5
-    lr: float = 0.25
+    lr: float = 0.2
     seed: int | None = None
     """Of the sampling and the noise: for tests only."""
 
@@ -59,6 +59,7 @@ class PrivateClassifier(pl.LightningModule):
             optimizer,
             self.train_data,
             loss=nn.CrossEntropyLoss(),
+            normalize=True,
             batch_size=self.settings.batch_size,
             physical_batch_size=self.settings.physical_batch_size,
             epochs=self.settings.epochs,

@@ -217,10 +217,10 @@ def test_steps_are_the_most_that_a_budget_allows(accountant):
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-@pytest.mark.parametrize("num_steps", [1, 7, 500])
+@pytest.mark.parametrize("num_steps", [1, 7, 60])
 def test_the_curve_is_never_below_and_exact_at_the_end(accountant, num_steps):
     public = {"noise_multiplier": 0.9, "sample_rate": 0.03, "delta": 1e-5, "accountant": accountant}
-    curve = accounting.EpsilonCurve(num_steps=num_steps, **public)
+    curve = accounting.EpsilonCurve(num_steps=num_steps, points=10, **public)
     exact = {n: accounting.epsilon(steps=n, **public) for n in {1, num_steps // 3 or 1, num_steps // 2 or 1, num_steps}}
     assert all(curve(n) >= value for n, value in exact.items())
     assert curve(num_steps) == pytest.approx(exact[num_steps], rel=1e-8)

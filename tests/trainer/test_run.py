@@ -35,8 +35,8 @@ def test_what_was_left_out_is_filled_in(settings, tmp_path):
     run = start(settings, RunFolder(tmp_path))
     assert run.settings.delta == 1 / 4000
     defaults = run.task.defaults
-    assert (run.settings.lr, run.settings.p) == (defaults.learning_rate, defaults.quantile)
-    assert run.training.threshold.p == defaults.quantile
+    assert (run.settings.lr, run.settings.p) == (defaults.learning_rate, 0.7)
+    assert run.training.threshold.p == 0.7
 
 
 def test_another_run_is_not_written_over(settings, finished):
