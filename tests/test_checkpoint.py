@@ -3,6 +3,7 @@
 import os
 import random
 import zipfile
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -46,9 +47,14 @@ def test_what_would_have_to_be_executed_is_refused_by_its_place(path):
     checkpoint.write(path, CONTENT)
     with pytest.raises(ValueError, match=r"others\['ema'\]\[0\] = 'a builtins.function' must be plain data"):
         checkpoint.write(path, {"others": {"ema": [lambda: 0]}})
-    with pytest.raises(ValueError, match=r"numpy.float64"):
-        checkpoint.write(path, {"x": np.float64(1)})
+    with pytest.raises(ValueError, match=r"others = 'a collections.defaultdict' must be plain data"):
+        checkpoint.write(path, {"others": defaultdict(int)})
     assert checkpoint.read(path)["training"] == CONTENT["training"]
+
+
+def test_numbers_of_numpy_become_numbers(path):
+    checkpoint.write(path, {"x": {"p": np.float64(0.5), "n": (np.int64(3), np.bool_(True))}})
+    assert checkpoint.read(path)["x"] == {"p": 0.5, "n": (3, True)}
 
 
 class Bomb:

@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -214,5 +215,95 @@ def test_raw_sums_are_not_in_the_state():
     state = run.training.state_dict()
     assert state["history"] == []
     assert set(state) == {
-        "plan", "threshold", "groups", "rows_per_example", "normalize", "threshold_state", "history", "secrets",
+        "plan", "threshold", "groups", "rows_per_example", "normalize", "schedules",
+        "threshold_state", "history", "secrets",
     }  # fmt: skip
+
+
+def test_a_gradient_that_is_released_and_not_applied_is_not_lost(tmp_path):
+    run = Run(PrivateQuantile(0.5))
+    x, y = next(iter(run.training.loader))
+    run.training.loss(run.model(x), y).backward()
+    with pytest.raises(ValueError, match=r"released gradient = 'not yet applied'.*call optimizer.step"):
+        run.training.save(tmp_path / "run.pt")
+    run.optimizer.step()
+    run.training.save(tmp_path / "run.pt")
+    run.optimizer.zero_grad()
+    run.training.save(tmp_path / "run.pt")
+
+
+class Noisy(TensorDataset):
+    """Draws from the global generator when an example is fetched."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn_like(x), y
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4])
+def test_random_transforms_come_again_when_saved_with_a_batch_in_hand(stop, tmp_path):
+    """Saved at the top of the loop, when the next batch is fetched already; at 0 in the first logical batch."""
+
+    def start(seed=None):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 3))
+        training = make_private(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), Noisy(*dataset().tensors), loss=nn.CrossEntropyLoss(),
+            batch_size=100, steps=3, noise_multiplier=1.0, delta=1e-4, physical_batch_size=40, seed=seed,
+        )  # fmt: skip
+        return training, model
+
+    def finish(training, model, path=None):
+        for k, batch in enumerate(training.loader):
+            if k == stop and path is not None:
+                training.save(path)
+            training.step(*batch)
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    path = tmp_path / "run.pt"
+    whole = finish(*start(seed=3), path)
+    training, model = start()
+    training.load(path)
+    assert torch.equal(finish(training, model), whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"step_size": 0.02}, r"schedules\['step_size'\] = \[0.02\] must be \[0.01\]"),
+        ({"step_size": lambda t: 0.01 + t}, r"schedules\['step_size'\]"),
+    ],
+)
+def test_another_schedule_is_another_run(changes, message, tmp_path):
+    first = Run(PrivateQuantile(0.5), step_size=0.01).go("fused", stop=2)
+    first.training.save(tmp_path / "run.pt")
+    with pytest.raises(ValueError, match=message):
+        Run(PrivateQuantile(0.5), **changes).training.load(tmp_path / "run.pt")
+    rising = Run(Constant(lambda step: 1.0 + step)).go("fused", stop=2)
+    rising.training.save(tmp_path / "run.pt")
+    with pytest.raises(ValueError, match=r"schedules\['tau'\]"):
+        Run(Constant(lambda step: 1.0 + 2 * step)).training.load(tmp_path / "run.pt")
+
+
+def test_another_optimizer_is_refused_and_nothing_is_touched(tmp_path):
+    path = saved(tmp_path)
+    other = Run(PrivateQuantile(0.5), kind=torch.optim.Adam)
+    start = copy.deepcopy(other.result())
+    with pytest.raises(ValueError, match=r"optimizers = \[\('Adam', \[4\]\)\] must be \[\('SGD', \[4\]\)\]"):
+        other.training.load(path, **other.others)
+    same(other.result(), start)
+
+
+def test_an_older_checkpoint_is_refused_and_nothing_is_touched(tmp_path):
+    path = saved(tmp_path, stop=2, seed=5)
+    run = Run(PrivateQuantile(0.5), seed=5).go("fused", stop=4)
+    start = copy.deepcopy(run.result())
+    with pytest.raises(ValueError, match="steps of the state = 2 must be >= 4"):
+        run.training.load(path, **run.others)
+    same(run.result(), start)
+
+
+def test_numbers_of_numpy_can_be_saved(tmp_path):
+    run = Run(Constant(np.float64(0.5)), noise_multiplier=np.float64(1.0)).go("fused", stop=1)
+    run.training.save(tmp_path / "run.pt")
+    Run(Constant(0.5)).training.load(tmp_path / "run.pt")

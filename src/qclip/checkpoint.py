@@ -5,6 +5,7 @@ import pickle
 import random
 import tempfile
 import zipfile
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,9 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
     """Write a checkpoint atomically: the file at ``path`` is the old one or the new one, whatever happens.
 
     What a reader would have to execute (objects that are not tensors, numbers, strings, or nests of them) is refused by
-    name, before anything is written.
+    name, before anything is written. Numpy's numbers become Python's.
     """
-    for name, value in content.items():
-        _require_plain(name, value)
+    content = {name: _plain(name, value) for name, value in content.items()}
     path = Path(path)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
@@ -86,15 +86,20 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
 
 
-def _require_plain(name: str, value: Any) -> None:
-    """Refuse, by its place, a value that could not be loaded without executing something."""
-    if isinstance(value, Mapping):
+def _plain(name: str, value: Any) -> Any:
+    """The value in plain data; what could not be loaded without executing something is refused, by its place."""
+    if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is OrderedDict:  # a module's state, which carries its version with it
         for key, item in value.items():
-            _require_plain(f"{name}[{key!r}]", item)
-    elif type(value) in (list, tuple, set, frozenset):
-        for k, item in enumerate(value):
-            _require_plain(f"{name}[{k}]", item)
-    elif not isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
-        remedy = "leave it out of what is saved, or turn it into numbers, strings and tensors"
-        bound = "plain data: loading a checkpoint executes nothing"
-        raise check.refuse(name, f"a {type(value).__module__}.{type(value).__qualname__}", bound, remedy)
+            _plain(f"{name}[{key!r}]", item)
+        return value
+    if type(value) is dict:
+        return {key: _plain(f"{name}[{key!r}]", item) for key, item in value.items()}
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(_plain(f"{name}[{k}]", item) for k, item in enumerate(value))
+    remedy = "leave it out of what is saved, or turn it into numbers, strings and tensors"
+    bound = "plain data: loading a checkpoint executes nothing"
+    raise check.refuse(name, f"a {type(value).__module__}.{type(value).__qualname__}", bound, remedy)

@@ -52,8 +52,15 @@ class Guard:
         """Make these the gradients that may be applied, once."""
         for name, grad in grads.items():
             parameter = self._parameters[name]
-            parameter.grad = grad
+            # Noted first: an interruption between the two lines must not leave a gradient that nobody released.
             self._released[id(parameter)] = Released(weakref.ref(grad), grad._version)
+            parameter.grad = grad
+
+    @property
+    def pending(self) -> bool:
+        """Whether a released gradient waits to be applied."""
+        found = ((self._of(parameter), parameter) for parameter in self._parameters.values())
+        return any(released is not None and not released.is_applied(parameter) for released, parameter in found)
 
     def clear(self) -> None:
         """Take back what was written and is still there; refuse anything else that lies there."""

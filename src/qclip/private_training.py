@@ -110,7 +110,7 @@ class PrivateTraining:
         for name, parameter in engine.parameters.items():
             dims[engine.groups.members[name]] += parameter.numel()
         threshold.check(Conditions(plan.batch_size, plan.num_steps, plan.noise_multiplier, tuple(dims)))
-        self._dims = dims
+        self._dims, self._physical_batch_size = dims, physical_batch_size
         self._state = threshold.start(len(engine.groups))
         self._history: list[StepRecord] = []
         self._logical: LogicalBatch | None = None
@@ -132,6 +132,7 @@ class PrivateTraining:
             sampler(plan.sampling, plan.dataset_size, plan.batch_size, sampling),
             physical_batch_size=physical_batch_size,
             span=self._steps_of_pass,
+            before_step=self._note_random_states,
             rows_per_example=evaluation.rows_per_example,
         )
         """The batches of the data, drawn for each step: one pass is one epoch, or the whole plan."""
@@ -210,6 +211,9 @@ class PrivateTraining:
             raise check.refuse("steps", 0, ">= 1", "train first: the certificate reads the record")
         fraction_std = self._fraction_std()
         fractions = [record.noisy_unclipped for record in self._history]
+        if not all(fractions):
+            remedy = "take a larger batch, so that no draw is empty"
+            raise check.refuse("unclipped fraction", "not known at every step", "recorded at every step", remedy)
         return theory.certificate(
             assumptions,
             [record.step_size for record in self._history],
@@ -258,12 +262,16 @@ class PrivateTraining:
         Keep it as secret as the data until the run is complete: it holds the seeds of sampling and noise, with which
         the noise could be subtracted. That of a complete run holds none.
         """
+        if self._guard.pending:
+            remedy = "call optimizer.step() first: the step is charged, and its gradient is not saved"
+            raise check.refuse("released gradient", "not yet applied", "applied before the state is taken", remedy)
         seed = self.loader.sampler.seed
+        between = self._logical is None and self.loader.tickets.front is None
         secrets = {
             "sampling": {"entropy": seed.entropy, "spawn_key": tuple(seed.spawn_key)},
             "noise": {"device": self._device.type, "state": self._noise.get_state()},
-            # In the middle of a logical batch the run goes back to where that batch began.
-            "random": checkpoint.random_states() if self._logical is None else self._random_states,
+            # In the middle of a logical batch the run goes back to where that batch was fetched.
+            "random": checkpoint.random_states() if between else self._random_states,
         }
         return {
             **self._identity(),
@@ -275,22 +283,21 @@ class PrivateTraining:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`, of this run or of one made with the same arguments."""
         self._require_same_run(state)
-        history = [_record(row) for row in state["history"]]
-        if len(history) < len(self._history):
-            remedy = "make a new training to go back: the steps done since would be forgotten, but not their cost"
-            raise check.refuse("steps of the state", len(history), f">= {len(self._history)}, those done", remedy)
         self._logical = None
         self.loader.abandon()
         self._guard.clear()
         self.updated = False
-        self._history, self._state = history, state["threshold_state"]
+        self._history = [_record(row) for row in state["history"]]
+        self._state = state["threshold_state"]
         secrets = state["secrets"]
         if secrets is None:
             return
         sampling = secrets["sampling"]
         self.loader.reseed(np.random.SeedSequence(sampling["entropy"], spawn_key=sampling["spawn_key"]))
-        if secrets["noise"]["device"] == self._device.type:  # else it goes on with fresh noise
+        if secrets["noise"]["device"] == self._device.type:
             self._noise.set_state(secrets["noise"]["state"].cpu())
+        else:  # a state of another kind: fresh noise, whatever the seed was
+            self._noise.seed()
         if secrets["random"] is not None:
             checkpoint.restore_random_states(secrets["random"])
 
@@ -304,7 +311,7 @@ class PrivateTraining:
             {
                 "training": self.state_dict(),
                 "model": self._engine.model.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+                "optimizers": [_named_state(optimizer) for optimizer in self._optimizers],
                 "others": {name: other.state_dict() for name, other in self._foreign(others).items()},
             },
         )
@@ -321,12 +328,13 @@ class PrivateTraining:
             raise check.refuse("others", sorted(mine), f"{sorted(content['others'])}, as in the file", remedy)
         self._require_same_run(content["training"])
         _require_same_tensors(self._engine.model, content["model"])
-        if len(content["optimizers"]) != len(self._optimizers):
-            remedy = "make the training with the same optimizers"
-            raise check.refuse("optimizers", len(self._optimizers), f"{len(content['optimizers'])}", remedy)
+        mine_now = [_shape(_named_state(optimizer)) for optimizer in self._optimizers]
+        if (saved := [_shape(named) for named in content["optimizers"]]) != mine_now:
+            remedy = "make the training with the same optimizers, over the same groups of parameters"
+            raise check.refuse("optimizers", mine_now, f"{saved}, as in the file", remedy)
         self._engine.model.load_state_dict(content["model"])
-        for optimizer, state in zip(self._optimizers, content["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
+        for optimizer, named in zip(self._optimizers, content["optimizers"], strict=True):
+            optimizer.load_state_dict(named["state"])
         for name, other in mine.items():
             other.load_state_dict(content["others"][name])
         self.load_state_dict(content["training"])  # last: making the others draws from generators
@@ -343,6 +351,7 @@ class PrivateTraining:
             "groups": dict(self._engine.groups.members),
             "rows_per_example": self._evaluation.rows_per_example,
             "normalize": self._normalize,
+            "schedules": self._schedules(),
         }
 
     def _require_same_run(self, state: Mapping[str, Any]) -> None:
@@ -355,6 +364,20 @@ class PrivateTraining:
                 name, given, value = f"{part}[{key!r}]", mine.get(key), value.get(key)
             remedy = "make the training with the same arguments, or start a new run"
             raise check.refuse(name, given, f"{value!r}, as in the checkpoint", remedy)
+        if len(state["history"]) < len(self._history):
+            remedy = "make a new training to go back: the steps done since would be forgotten, but not their cost"
+            raise check.refuse(
+                "steps of the state", len(state["history"]), f">= {len(self._history)}, those done", remedy
+            )
+
+    def _schedules(self) -> dict[str, list[float]]:
+        """Some values of every schedule: a function cannot be compared, and the noise must not serve two runs."""
+        last = self._plan.num_steps - 1
+        found = {"step_size": self._step_size} | vars(self._threshold)
+        steps = sorted({0, last // 3, 2 * last // 3, last})
+        return {name: [float(each(t)) for t in steps] for name, each in found.items() if callable(each)} | (
+            {} if self._step_size is None or callable(self._step_size) else {"step_size": [float(self._step_size)]}
+        )
 
     def _require_plain_sgd(self) -> None:
         plain = {"momentum": 0, "weight_decay": 0, "maximize": False}
@@ -431,7 +454,10 @@ class PrivateTraining:
     def _norms_of_all(self) -> np.ndarray:
         """The raw norms of the whole data set at the current parameters, [examples, groups]."""
         found = []
-        size, chunk = self._plan.dataset_size, self._plan.batch_size
+        size, chunk = (
+            self._plan.dataset_size,
+            min(self._plan.batch_size, self._physical_batch_size or self._plan.batch_size),
+        )
         for start, batch in zip(range(0, size, chunk), self.loader.everything(chunk), strict=True):
             whole = self._placed(batch, min(chunk, size - start))
             ones = torch.ones(min(chunk, size - start), dtype=torch.bool, device=self._device)
@@ -447,7 +473,6 @@ class PrivateTraining:
         if ticket.last:
             self._release(logical)
             self._logical = None
-            self._random_states = checkpoint.random_states()
             self.updated = True
 
     def _release(self, logical: LogicalBatch) -> None:
@@ -502,11 +527,14 @@ class PrivateTraining:
         ticket = self.loader.tickets.front
         return None if self._inside or ticket is None else ticket.rows
 
+    def _note_random_states(self) -> None:
+        self._random_states = checkpoint.random_states()
+
     @contextmanager
     def _attempt(self) -> Iterator[None]:
         """Drop the logical batch if anything goes wrong inside: part of it must not be released, nor be mixed up."""
-        self._inside = True
         try:
+            self._inside = True
             yield
         except BaseException:
             self._logical = None
@@ -537,6 +565,15 @@ def _set_step_size(optimizers: Sequence[Optimizer], value: float) -> None:
 
 def _record(row: Mapping[str, Any]) -> StepRecord:
     return StepRecord(row["step"], tuple(row["tau"]), tuple(row["noisy_unclipped"]), row["step_size"])
+
+
+def _named_state(optimizer: Optimizer) -> dict[str, Any]:
+    return {"class": type(optimizer).__name__, "state": optimizer.state_dict()}
+
+
+def _shape(named: Mapping[str, Any]) -> tuple[str, list[int]]:
+    """What must agree: the class, and the number of parameters of each group."""
+    return named["class"], [len(group["params"]) for group in named["state"]["param_groups"]]
 
 
 def _require_same_tensors(model: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -58,7 +58,8 @@ def mean_over_rows(evaluate: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]
     """From a batch of [examples, rows, ...] to the mean loss of each example; ``evaluate`` sees the rows flat."""
 
     def per_example(batch: Any) -> Tensor:
-        (examples, rows), *_ = (leaf.shape[:2] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
+        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+        examples, rows = leaves[0].shape[:2]
         flat = pytree.tree_map(lambda x: x.flatten(0, 1) if isinstance(x, Tensor) and x.dim() > 1 else x, batch)
         losses = evaluate(flat)
         if losses.shape != (examples * rows,):

@@ -149,6 +149,11 @@ class Tickets:
             )
         (ticket, own), *others = self._issued
         given = tensors(batch)
+        if not given:
+            remedy = (
+                "collate to tensors, or tuples, lists and dicts of them (for a BatchEncoding, import the integration)"
+            )
+            raise check.refuse("batch", type(batch).__name__, "a nest of tensors", remedy)
         ids = {id(tensor) for tensor in given} - _alive(own)  # a collate function may share tensors
         if ids & _alive(ref for _, refs in others for ref in refs):
             remedy = "use every batch of training.loader, in order: skipping one would change who is sampled"
@@ -180,8 +185,9 @@ class TicketLoader:
     """Batches as the data set collates them, drawn by the sampler and cut to size, each with a ticket.
 
     ``source`` is a map-style data set, or a DataLoader: its data set, collate function, workers and pinning are kept,
-    its batch size and shuffling are not. ``span`` says which logical steps a pass has, when it begins; beginning a pass
-    ends the one before. There is no ``len``: how many physical batches a pass has is drawn too.
+    its batch size, shuffling and generator are not. ``span`` says which logical steps a pass has, when it begins;
+    beginning a pass ends the one before. ``before_step`` is called before the first batch of a logical step is fetched.
+    There is no ``len``: how many physical batches a pass has is drawn too.
     """
 
     def __init__(
@@ -191,12 +197,13 @@ class TicketLoader:
         *,
         physical_batch_size: int | None,
         span: Callable[[], range],
+        before_step: Callable[[], None] = lambda: None,
         rows_per_example: int = 1,
     ) -> None:
         self.sampler = sampler
         self.tickets = Tickets(rows_per_example)
         self._source = source
-        self._span = span
+        self._span, self._before_step = span, before_step
         self._pass: object = None
         self._workers = torch.Generator()
         self._draws = _Draws(sampler, physical_batch_size)
@@ -209,7 +216,14 @@ class TicketLoader:
         # A pass gives its workers the same seeds when it is begun again, by a resumed run for instance.
         self._workers.manual_seed(int(_rng(self.sampler.seed, steps.start).integers(2**63)))
         drawn = self._draws.begin(steps)
-        for batch in self._batches:
+        batches, ticket = iter(self._batches), None
+        while True:
+            if ticket is None or ticket.last:
+                self._before_step()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
             ticket = drawn.popleft()
             self.tickets.issue(ticket, batch)
             yield batch
@@ -304,7 +318,7 @@ def _data_loader(
         timeout=source.timeout,
         worker_init_fn=source.worker_init_fn,
         multiprocessing_context=source.multiprocessing_context,
-        generator=generator if source.generator is None else source.generator,
+        generator=generator,
         prefetch_factor=source.prefetch_factor,
         persistent_workers=source.persistent_workers,
     )

@@ -92,7 +92,17 @@ def plan_training(
             epsilon=epsilon, delta=delta, sample_rate=batch_size / dataset_size, steps=num_steps, accountant=accountant
         )
     z = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
-    return TrainingPlan(dataset_size, batch_size, num_steps, steps_per_pass, z, delta, accountant, sampling, epsilon)
+    return TrainingPlan(
+        dataset_size,
+        batch_size,
+        num_steps,
+        steps_per_pass,
+        z,
+        delta,
+        accountant,
+        sampling,
+        None if epsilon is None else float(epsilon),
+    )
 
 
 def _refuse_empty_promises(delta: float, dataset_size: int, private: bool) -> None:

@@ -53,7 +53,7 @@ class Slack:
 
     An example of norm at most r_j may add the coordinates ``a_k 1{norm <= r_k}`` to its clipped gradient, with
     ``a_k^2 = r_(k+1)^2 - r_k^2`` and the threshold after the last radius: the extended vector is no longer than the
-    threshold, so the sensitivity, the noise and the cost stay what they were (docs/theory.md, section 6).
+    threshold, so the sensitivity, the noise and the cost stay what they were (docs/theory.md, section 11).
 
     >>> [round(a, 6) for a in Slack(((3.0, 4.0),)).coefficients((5.0,))[0]]
     [2.645749, 2.999997]
@@ -63,7 +63,7 @@ class Slack:
     """Ascending in each group, below its threshold."""
 
     def coefficients(self, clip_norms: Sequence[float]) -> Grid:
-        """The coordinate a_k of each radius, a millionth smaller than allowed: rounding cannot exceed the bound."""
+        """The coordinate a_k of each radius, a millionth smaller than allowed, for the rounding of sums."""
         return tuple(_steps((*radii, tau)) for radii, tau in zip(self.radii, clip_norms, strict=True))
 
 
@@ -199,8 +199,10 @@ def describe(threshold: "Threshold[S]") -> dict[str, float | str]:
 
 
 def _plain(value: object) -> float | str:
-    if isinstance(value, int | float | str):
+    if isinstance(value, str | bool | int):
         return value
+    if isinstance(value, float):
+        return float(value)  # not numpy's
     if is_dataclass(value) or not callable(value):
         return repr(value)
     return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"

@@ -20,7 +20,7 @@ def train(run: Run, screen: Screen, interrupt: Interrupt) -> bool:
 
     A checkpoint is written before the first step, after every epoch, and at the stop. A run whose parameters or
     held-out loss are no longer finite is refused, and its last checkpoint stays. Both are functions of what was
-    released: that a run ends early says nothing more about the training examples.
+    released; only when the held-out loss is looked at depends on the training examples.
     """
     training, losses = run.training, RawLosses()
     done = len(training.history)

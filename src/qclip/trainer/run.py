@@ -46,6 +46,8 @@ class Run:
     seconds_before: float = 0.0
     """The time spent before the run was taken up again."""
     began: float = field(default_factory=monotonic)
+    seeded: bool = False
+    """Whether it began with a seed that someone knows."""
 
     @property
     def seconds(self) -> float:
@@ -92,6 +94,7 @@ def resume(given: Settings, folder: RunFolder) -> Run:
     scores = folder.scores()
     run.held_out = scores[-1]["held_out"] if scores else {}
     run.seconds_before = summary["seconds"]
+    run.seeded = bool(summary.get("seeded"))
     return run
 
 
@@ -145,7 +148,7 @@ def _build(settings: Settings, task: Task, folder: RunFolder) -> Run:
         physical_batch_size=settings.physical_batch_size,
         seed=settings.seed,
     )
-    return Run(settings, task, model, training, folder)
+    return Run(settings, task, model, training, folder, seeded=settings.seed is not None)
 
 
 def threshold(settings: Settings) -> thresholds.Threshold[Any]:

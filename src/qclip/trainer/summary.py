@@ -40,7 +40,7 @@ def summarise(run: Run, *, exact: bool) -> dict[str, Any]:
         "groups": list(training.groups),
         "parameters": sum(p.numel() for p in run.model.parameters() if p.requires_grad),
         "settings": run.settings.public(),
-        "seeded": run.settings.seed is not None,
+        "seeded": run.seeded,
         "command": run.settings.command(),
         "versions": {"qclip": qclip.__version__, "torch": torch.__version__, "python": platform.python_version()},
         **(_certificate(run) if complete else {"certificate": None}),
