@@ -453,3 +453,29 @@ def test_a_certificate_is_refused_where_the_theorem_is_not():
     training, _, _ = make(threshold=GeometricQuantile(0.9))
     with pytest.raises(ValueError, match="steps = 0 must be >= 1"):
         training.certificate(assumptions)
+
+
+# Precision
+
+
+@pytest.mark.parametrize("door", ["fused", "ordinary"])
+@pytest.mark.parametrize("precision", ["autocast", "bfloat16 parameters"])
+def test_sixteen_bits_are_clipped_and_summed_in_thirty_two(door, precision, recorder):
+    model = linear() if precision == "autocast" else linear().bfloat16()
+    x, y = data().tensors
+    dataset = TensorDataset(x if precision == "autocast" else x.bfloat16(), y)
+    training, _, optimizer = make(model, dataset, threshold=Constant(0.1))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast"):
+        for x, y in training.loader:
+            if door == "fused":
+                training.step(x, y)
+            else:
+                training.loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert len(training.history) == 6
+    released = [tensor for value in recorder.released for tensor in value.values()]
+    assert {tensor.dtype for tensor in released} == {torch.float32}  # noise is added before the cast
+    raw = [torch.cat([t.flatten() for t in value.tensors.values()]).norm() for value in recorder.values]
+    assert all(norm <= 0.1 * 60 for norm in raw)
+    assert model.weight.dtype == (torch.float32 if precision == "autocast" else torch.bfloat16)
