@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qclip import _validate as check
+from qclip.data.models import CausalTransformer, cnn
 from qclip.engine import Engine
 
 Step = Callable[[], None]
@@ -62,54 +63,9 @@ class Row:
     parameters: int
 
 
-class Transformer(nn.Module):
-    """A small causal language model with learned positions, as GPT-2 has them."""
-
-    def __init__(self, vocabulary: int = 1000, width: int = 128, layers: int = 4, positions: int = 64) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(positions, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """[B, T] token ids to [B, T, vocabulary] scores."""
-        # One row of positions per example: Opacus's embedding needs it.
-        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids).contiguous()
-        x = self.tokens(ids) + self.positions(positions)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-class Block(nn.Module):
-    """Attention and a feed-forward layer, normalised first."""
-
-    def __init__(self, width: int, heads: int = 4) -> None:
-        super().__init__()
-        self.heads = heads
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, T, width] to the same."""
-        queries, keys, values = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.attend(self.first(x)).chunk(3, -1)
-        )
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.second(x))))
-
-
-def cnn() -> nn.Module:
-    """The CNN of Tramer and Boneh for 28 x 28 images (16 and 32 filters, tanh)."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 8, stride=2, padding=2), nn.Tanh(), nn.MaxPool2d(2, 1),
-        nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, 1),
-        nn.Flatten(), nn.Linear(32 * 4 * 4, 32), nn.Tanh(), nn.Linear(32, 10),
-    )  # fmt: skip
+def transformer() -> nn.Module:
+    """A small causal language model: 4 layers of width 128."""
+    return CausalTransformer(alphabet=1000, positions=64, width=128, layers=4)
 
 
 def resnet(width: int = 32) -> nn.Module:
@@ -138,7 +94,7 @@ def _classes(inputs: Tensor) -> Tensor:
 CASES = (
     Case(
         "transformer",
-        Transformer,
+        transformer,
         lambda: torch.randint(1000, (32, 64)),
         lambda ids: ids.roll(-1, 1),
         classes_last=True,

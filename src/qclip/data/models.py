@@ -40,7 +40,9 @@ class CausalTransformer(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] characters to [B, T, alphabet] scores of the next one."""
-        x = self.characters(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        # One row of positions per example: Opacus, which it is timed against, needs it.
+        positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids).contiguous()
+        x = self.characters(ids) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
