@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+SMALLEST_NORM = 1e-12
 Floats = NDArray[Any]
 """An array of floats (numpy's stubs lose the dtype in most operations, so it is not spelled out)."""
 
@@ -33,6 +34,15 @@ def positive(name: str, value: object, remedy: str = "pass a number above 0") ->
     number = real(name, value, remedy)
     if number <= 0:
         raise refuse(name, value, "> 0", remedy)
+    return number
+
+
+def norm(name: str, value: object, remedy: str = "pass a number above 0") -> float:
+    """A norm to clip at: a finite float well above where squares of float32 numbers are lost."""
+    number = positive(name, value, remedy)
+    if number < SMALLEST_NORM:
+        remedy = "smaller norms are lost in float32, whose squares end at 1e-38; multiply the loss by a constant"
+        raise refuse(name, value, f">= {SMALLEST_NORM:g}", remedy)
     return number
 
 

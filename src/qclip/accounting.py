@@ -98,9 +98,8 @@ def steps(
     """
     target = check.positive("epsilon", epsilon, "it is the privacy budget; 1 to 10 is usual")
     rate, _ = sampling(sample_rate, 1, examples, batch_size, None)
-
     z = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
-    spent = _spending(z, rate, _delta(delta), accountant)
+    spent = spending(z, rate, _delta(delta), accountant)
     enough, most = 1, check.count("most", most)
     while enough < most and spent(enough) <= target:
         enough = min(2 * enough, most)
@@ -177,7 +176,7 @@ class EpsilonCurve:
         accountant: Accountant = "pld",
         points: int = 40,
     ) -> None:
-        self._spent = _spending(noise_multiplier, sample_rate, delta, accountant)
+        self._spent = spending(noise_multiplier, sample_rate, delta, accountant)
         grid = np.linspace(0, 1, points + 1)[1:] ** 1.5 * num_steps  # finer at the start, where the curve is steep
         self._grid = sorted({max(1, math.ceil(value)) for value in grid} | {num_steps})
 
@@ -189,8 +188,8 @@ class EpsilonCurve:
         return self._spent(max(place, steps))  # past the plan's end: exact
 
 
-def _spending(z: float, sample_rate: float, delta: float, accountant: Accountant) -> Callable[[int], float]:
-    """Epsilon of any number of steps, each asked once; never below the accountant's own answer."""
+def spending(z: float, sample_rate: float, delta: float, accountant: Accountant = "pld") -> Callable[[int], float]:
+    """Epsilon as a function of the number of steps, each asked once; never below the accountant's own answer."""
     check.choice("accountant", accountant, _ACCOUNTANTS)
 
     @cache

@@ -3,7 +3,6 @@
 import os
 import pickle
 import random
-import tempfile
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 
 from qclip import _validate as check
+from qclip.atomic import replacing
 
 FORMAT = "qclip checkpoint"
 VERSION = 1
@@ -27,18 +27,8 @@ def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
     name, before anything is written. Numpy's numbers become Python's.
     """
     content = {name: _plain(name, value) for name, value in content.items()}
-    path = Path(path)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            torch.save({"format": FORMAT, "version": VERSION, **content}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o600)  # it may hold the seed of the noise
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with replacing(Path(path), secret=True) as file:  # it may hold the seed of the noise
+        torch.save({"format": FORMAT, "version": VERSION, **content}, file)
 
 
 def read(path: str | os.PathLike[str], device: torch.device | None = None) -> dict[str, Any]:

@@ -49,7 +49,13 @@ def release(value: BoundedSum, noise_multiplier: float, generator: torch.Generat
 
 def noise_stds(value: BoundedSum, noise_multiplier: float) -> tuple[float, ...]:
     """The standard deviation of the noise in each group."""
-    dims = [0] * len(value.group_bounds)
-    for name, tensor in value.tensors.items():
-        dims[value.members[name]] += tensor.numel()
+    dims = group_dims(value.tensors, value.members, len(value.group_bounds))
     return tuple(group_noise(value.group_bounds, dims, noise_multiplier).stds.tolist())
+
+
+def group_dims(tensors: Mapping[str, Tensor], members: Mapping[str, int], num_groups: int) -> tuple[int, ...]:
+    """The number of coordinates of each group."""
+    dims = [0] * num_groups
+    for name, tensor in tensors.items():
+        dims[members[name]] += tensor.numel()
+    return tuple(dims)

@@ -7,6 +7,7 @@ from typing import Any
 from qclip import _validate as check
 from qclip import accounting
 from qclip.thresholds import Conditions, HistogramQuantile, PrivateQuantile, SlackQuantile, Threshold
+from qclip.thresholds.threshold import refusal
 from qclip.training_plan import TrainingPlan
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2)
@@ -124,19 +125,11 @@ def _candidates(p: float, conditions: Conditions) -> tuple[list[Threshold[Any]],
 
 def _option(settings: list[Threshold[Any]], conditions: Conditions) -> Option:
     """The first settings that can work, or why not even the last can."""
-    threshold = next((each for each in settings if not _refusal(each, conditions)), settings[-1])
+    threshold = next((each for each in settings if not refusal(each, conditions)), settings[-1])
     split = accounting.split(conditions.noise_multiplier, threshold.noise_share)
     asked = threshold.ask(threshold.start(len(conditions.dims)), 0).count
     noise = None if asked is None else split.counts * asked.l2_bound
-    return Option(type(threshold).__name__, _code(threshold), _refusal(threshold, conditions), split.gradient, noise)
-
-
-def _refusal(threshold: Threshold[Any], conditions: Conditions) -> str:
-    try:
-        threshold.check(conditions)
-    except ValueError as error:
-        return str(error)
-    return ""
+    return Option(type(threshold).__name__, _code(threshold), refusal(threshold, conditions), split.gradient, noise)
 
 
 def _code(threshold: Threshold[Any]) -> str:
@@ -156,8 +149,5 @@ def _spent(plan: TrainingPlan) -> tuple[Spent, ...]:
     length, steps = plan.steps_per_epoch, plan.num_steps
     every = math.ceil(steps / length / MOST_ROWS)
     ends = [*range(every * length, steps, every * length), steps]
-    # One step's privacy loss serves all rows; past the one step that this curve plans for, it answers exactly.
-    curve = accounting.EpsilonCurve(
-        noise_multiplier=plan.noise_multiplier, sample_rate=plan.sample_rate, num_steps=1, delta=plan.delta, points=1
-    )
-    return tuple(Spent(done / length, done, curve(done)) for done in ends)
+    spent = accounting.spending(plan.noise_multiplier, plan.sample_rate, plan.delta)
+    return tuple(Spent(done / length, done, spent(done)) for done in ends)

@@ -106,11 +106,9 @@ class PrivateTraining:
         self._evaluation, self._step_size, self._normalize = evaluation, step_size, normalize
         self._device = engine.device
         self._split = accounting.split(plan.noise_multiplier, threshold.noise_share)
-        dims = [0] * len(engine.groups)
-        for name, parameter in engine.parameters.items():
-            dims[engine.groups.members[name]] += parameter.numel()
-        threshold.check(Conditions(plan.batch_size, plan.num_steps, plan.noise_multiplier, tuple(dims)))
-        self._dims, self._physical_batch_size = dims, physical_batch_size
+        self._dims = mechanism.group_dims(engine.parameters, engine.groups.members, len(engine.groups))
+        threshold.check(Conditions(plan.batch_size, plan.num_steps, plan.noise_multiplier, self._dims))
+        self._physical_batch_size = physical_batch_size
         self._state = threshold.start(len(engine.groups))
         self._history: list[StepRecord] = []
         self._logical: LogicalBatch | None = None
@@ -454,10 +452,8 @@ class PrivateTraining:
     def _norms_of_all(self) -> np.ndarray:
         """The raw norms of the whole data set at the current parameters, [examples, groups]."""
         found = []
-        size, chunk = (
-            self._plan.dataset_size,
-            min(self._plan.batch_size, self._physical_batch_size or self._plan.batch_size),
-        )
+        size, expected = self._plan.dataset_size, self._plan.batch_size
+        chunk = min(expected, self._physical_batch_size or expected)
         for start, batch in zip(range(0, size, chunk), self.loader.everything(chunk), strict=True):
             whole = self._placed(batch, min(chunk, size - start))
             ones = torch.ones(min(chunk, size - start), dtype=torch.bool, device=self._device)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qclip import _validate as check
+from qclip.atomic import replacing
 
 Line = dict[str, Any]
 
@@ -129,13 +130,8 @@ class RunFolder:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Write a file in one stroke: whoever reads it sees the old or the new one, whole."""
-    draft = file.with_name(file.name + ".tmp")
-    with draft.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(draft, file)
+    with replacing(file) as draft:
+        draft.write(text.encode())
 
 
 def _dumps(value: object, *, indent: int | None = None) -> str:

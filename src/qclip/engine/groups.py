@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Final
 
 from qclip import _validate as check
 
@@ -13,9 +12,6 @@ GroupSpec = str | Mapping[str, str | Sequence[str]]
 
 ClipNorm = float | Sequence[float] | Mapping[str, float]
 """One threshold for every group, or one per group in order, or one per group by name."""
-
-SMALLEST: Final = 1e-12
-"""The smallest threshold: well above where squares of float32 numbers are lost."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +48,8 @@ class Groups:
                 )
         else:
             values = [clip_norm] * len(self)
-        return tuple(_threshold(value) for value in values)
-
-
-def _threshold(value: object) -> float:
-    number = check.positive("clip_norm", value, "it is the largest norm a clipped gradient may have")
-    if number < SMALLEST:
-        remedy = "smaller norms are lost in float32, whose squares end at 1e-38; multiply the loss by a constant"
-        raise check.refuse("clip_norm", value, f">= {SMALLEST:g}", remedy)
-    return number
+        remedy = "it is the largest norm a clipped gradient may have"
+        return tuple(check.norm("clip_norm", value, remedy) for value in values)
 
 
 def l2_bound(thresholds: Iterable[float]) -> float:

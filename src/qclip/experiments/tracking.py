@@ -30,6 +30,7 @@ from qclip.thresholds import (
     SlackQuantile,
     Threshold,
 )
+from qclip.thresholds.threshold import refusal
 
 LAWS: dict[str, Any] = {
     "log-normal": stats.lognorm(1.0),
@@ -52,6 +53,10 @@ class Setting:
     batch_size: int
     noise_multiplier: float
     p: float
+
+    def conditions(self, steps: int) -> Conditions:
+        """What a threshold is told beforehand."""
+        return Conditions(self.batch_size, steps, self.noise_multiplier, (1,))
 
     def __str__(self) -> str:
         return f"{self.batch_size}, {self.noise_multiplier:g}, {self.p:g}"
@@ -237,7 +242,7 @@ def measure(name: str, threshold: Any, setting: Setting, size: Size, rng: np.ran
         error=float(np.sqrt(np.mean(np.square(errors)))),
         steps_up=float(up),
         steps_down=float(down),
-        refused=_refuses(threshold, setting, size.steps),
+        refused=bool(refusal(threshold, setting.conditions(size.steps))),
     )
 
 
@@ -245,14 +250,6 @@ def up_and_down(steps: int) -> Floats:
     """A location that drifts up by 1 % a step and then down, 100 steps each."""
     turns = np.arange(steps) // 100 % 2
     return np.cumsum(np.where(turns == 0, DRIFT, -DRIFT))
-
-
-def _refuses(threshold: Threshold[Any], setting: Setting, steps: int) -> bool:
-    try:
-        threshold.check(Conditions(setting.batch_size, steps, setting.noise_multiplier, (1,)))
-    except ValueError:
-        return True
-    return False
 
 
 def table(rows: Sequence[Row]) -> str:

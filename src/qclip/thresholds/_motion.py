@@ -9,8 +9,6 @@ from qclip.schedules import Schedule
 from qclip.thresholds.threshold import Conditions, at
 
 NORMAL = NormalDist()
-SMALLEST = 1e-12
-"""What the engine can clip at."""
 MAX_MOVE = 0.3
 """The most that log tau moves in a step besides its velocity: a factor of 100 takes 16 steps. An overshoot is noise."""
 MAX_VELOCITY = 0.05
@@ -28,9 +26,7 @@ def level(p: Schedule | float, step: int) -> float:
 
 def check_range(initial: float, tau_min: float, tau_max: float) -> None:
     """Refuse bounds that are not positive, or do not hold the initial value."""
-    check.positive("tau_min", tau_min)
-    if tau_min < SMALLEST:
-        raise check.refuse("tau_min", tau_min, f">= {SMALLEST:g}", "smaller norms are lost in float32")
+    check.norm("tau_min", tau_min)
     check.positive("tau_max", tau_max)
     check.between("initial", initial, tau_min, tau_max, "widen tau_min, tau_max", closed="both")
 

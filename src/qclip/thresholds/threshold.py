@@ -186,6 +186,15 @@ def check_ahead(value: Schedule, num_steps: int) -> None:
         value(int(step))
 
 
+def refusal(threshold: "Threshold[S]", conditions: Conditions) -> str:
+    """Why the threshold cannot work under these conditions; empty where it can."""
+    try:
+        threshold.check(conditions)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def describe(threshold: "Threshold[S]") -> dict[str, float | str]:
     """The threshold in plain words, for records and to compare with: its name and settings, schedules by their names.
 
