@@ -19,11 +19,12 @@ class Recorder:
         self._replay = None if replay is None else iter(replay)
         self._release = mechanism.release
 
-    def __call__(self, value, noise_multiplier, generator):
+    def __call__(self, value, noise_multiplier, generator, **options):
         raw = {name: tensor.clone() for name, tensor in value.tensors.items()}
         self.values.append(mechanism.BoundedSum(raw, value.members, value.group_bounds))
         self.stds.append(mechanism.noise_stds(value, noise_multiplier))
-        noisy = self._release(value, noise_multiplier, generator) if self._replay is None else next(self._replay)
+        fresh = self._replay is None
+        noisy = self._release(value, noise_multiplier, generator, **options) if fresh else next(self._replay)
         self.released.append({name: tensor.clone() for name, tensor in noisy.items()})
         return dict(noisy)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
+from qclip import mechanism
 from qclip.mechanism import BoundedSum, noise_stds, release
 from qclip.theory import group_noise
 
@@ -86,3 +87,67 @@ def test_it_never_touches_the_global_stream():
 
 def test_the_whole_bound_is_the_norm_of_the_groups():
     assert zeros(bounds=(3.0, 4.0), sizes=(1, 1)).l2_bound == 5.0
+
+
+def test_the_release_is_divided_noise_and_all():
+    """By the same stream as without: the same noise, over the divisor."""
+    value = BoundedSum({"0": torch.linspace(-5, 5, N)}, {"0": 0}, (2.0,))
+    whole, divided = (release(value, 1.5, generator(3), divisor=divisor)["0"] for divisor in (1.0, 8.0))
+    torch.testing.assert_close(divided, whole / 8, rtol=1e-5, atol=1e-6)
+    noise = divided - value.tensors["0"] / 8
+    # Five standard errors each: one seed in 2e6 fails.
+    assert noise.std().item() == pytest.approx(3.0 / 8, rel=5 / math.sqrt(2 * N))
+    assert abs(noise.mean().item()) < 5 * 3.0 / 8 / math.sqrt(N)
+
+
+def test_the_noise_is_added_before_it_is_rounded():
+    """To the precision of the parameter: the bits are those of the noisy sum."""
+    value = BoundedSum({"a": torch.linspace(-5, 5, 1000)}, {"a": 0}, (2.0,))
+    like = {"a": torch.zeros(1000, dtype=torch.bfloat16)}
+    rounded = release(value, 1.5, generator(3), divisor=4.0, like=like)["a"]
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded, release(value, 1.5, generator(3), divisor=4.0)["a"].bfloat16())
+    assert torch.equal(value.tensors["a"], torch.linspace(-5, 5, 1000))
+
+
+def test_each_tensor_has_the_precision_it_is_like():
+    value = zeros(bounds=(1.0, 1.0, 1.0), sizes=(5, 6, 7))
+    noisy = release(value, 1.0, generator(), like={"1": torch.zeros(6, dtype=torch.bfloat16)})
+    assert [x.dtype for x in noisy.values()] == [torch.float32, torch.bfloat16, torch.float32]
+    assert all(x.any() for x in noisy.values())
+
+
+def test_without_noise_the_sum_is_divided_and_rounded():
+    value = BoundedSum({"a": torch.linspace(-5, 5, 100)}, {"a": 0}, (2.0,))
+    like = {"a": torch.zeros(100, dtype=torch.bfloat16)}
+    noisy = release(value, 0, generator(), divisor=3.0, like=like)["a"]
+    assert torch.equal(noisy, (value.tensors["a"] / 3).bfloat16())
+
+
+def test_a_change_to_one_released_tensor_is_not_a_change_to_another():
+    """They lie in one piece of memory, and optimizers and autograd look at versions."""
+    noisy = release(zeros(bounds=(1.0, 2.0), sizes=(5, 7)), 1.0, generator())
+    before, value = noisy["1"]._version, noisy["1"].clone()
+    noisy["0"].fill_(3.0)
+    assert noisy["1"]._version == before
+    assert torch.equal(noisy["1"], value)
+
+
+def test_shapes_and_names_stay_in_their_order():
+    tensors = {"z": torch.zeros(2, 3), "a": torch.zeros((), dtype=torch.float64), "m": torch.zeros(4, 1, 2)}
+    noisy = release(BoundedSum(tensors, dict.fromkeys(tensors, 0), (1.0,)), 1.0, generator())
+    assert [(name, x.shape, x.dtype) for name, x in noisy.items()] == [
+        (name, x.shape, x.dtype) for name, x in tensors.items()
+    ]
+    assert all(x.all() for x in noisy.values())
+
+
+def test_many_numbers_are_drawn_in_parts(monkeypatch):
+    """Every part has noise of its own."""
+    monkeypatch.setattr(mechanism, "BUCKET", 1000)
+    noisy = release(zeros(bounds=(1.0,) * 4, sizes=(700,) * 4), 1.0, generator())
+    for a in range(4):
+        for b in range(a):
+            assert not torch.equal(noisy[f"{a}"], noisy[f"{b}"])
+            # Six pairs, each outside five standard errors in one seed of 2e6.
+            assert abs(np.corrcoef(noisy[f"{a}"], noisy[f"{b}"])[0, 1]) < 5 / math.sqrt(700)

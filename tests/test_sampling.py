@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from qclip.sampling import PoissonSampler, Ticket, TicketLoader, Tickets, UniformSampler, cut, dataset_size
+from qclip.sampling import PoissonSampler, Ticket, TicketLoader, Tickets, UniformSampler, cut, dataset_size, fixed_size
 
 N, RATE = 200, 0.1
 
@@ -212,3 +212,39 @@ def test_a_new_pass_ends_the_one_before():
     with pytest.raises(ValueError, match=r"this pass over training.loader = 'ended' .* start a new one"):
         next(old)
     assert source.tickets.redeem(batch).step == 0
+
+
+def filled(dataset_size, batch_size, size):
+    """How many rows are computed for one that counts, when every physical batch is filled up to one size."""
+    drawn = np.arange(dataset_size + 1)
+    chances = stats.binom.pmf(drawn, dataset_size, batch_size / dataset_size)
+    rows = np.array([max(1, math.ceil(n / size)) * size for n in drawn])
+    return float(chances @ rows) / batch_size
+
+
+@pytest.mark.parametrize(
+    ("dataset_size", "batch_size"),
+    [(250, 100), (100, 100), (1000, 30), (10_000, 64), (10_000, 256), (50_000, 1024), (50_000, 4096), (60_000, 30_000)],
+)
+def test_physical_batches_of_one_size_are_filled_by_less_than_a_tenth(dataset_size, batch_size):
+    size = fixed_size("poisson", dataset_size, batch_size)
+    assert 1 <= size <= dataset_size
+    assert filled(dataset_size, batch_size, size) < 1.1
+    assert filled(dataset_size, batch_size, 3 * batch_size // 2) > 1.1  # what is computed here can be too much
+
+
+def test_larger_batches_are_cut_into_larger_parts():
+    sizes = [fixed_size("poisson", 50_000, batch_size) for batch_size in (16, 64, 256, 1024, 4096, 16384)]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] > 16384  # a draw as a whole
+
+
+def test_batches_of_one_size_and_of_every_example_are_not_cut():
+    assert fixed_size("uniform", 1000, 30) == 30
+    assert fixed_size("poisson", 30, 30) == 30
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_tiny_batches_go_one_by_one(batch_size):
+    """Where no draw is likely to be the expected one, only parts of one example fill nothing up."""
+    assert fixed_size("poisson", 1000, batch_size) == 1

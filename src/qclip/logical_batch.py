@@ -1,6 +1,6 @@
 """A logical batch: the raw sums of one step, over its physical batches, all clipped at the same thresholds."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +39,8 @@ class LogicalBatch:
         self._examples = 0
         self._finite: Tensor | None = None
         self._norms: list[Floats] | None = [] if keep_norms else None
+        self._clean: Tensor | None = None
+        self._repaired: list[Callable[[], ClippedGradients]] = []
 
     @property
     def clip_norms(self) -> tuple[float, ...]:
@@ -50,12 +52,18 @@ class LogicalBatch:
         """Whether there were examples and the gradient of none of them was finite."""
         return self._examples > 0 and self._finite is not None and not bool(self._finite)
 
-    def add(self, gradients: ClippedGradients, examples: int) -> None:
-        """Take in one physical batch, of so many examples that count."""
+    def add(self, gradients: ClippedGradients, examples: int, *, last: bool = False) -> None:
+        """Take in one physical batch, of so many examples that count; ``last`` where no other will follow."""
         assert self.parts == 0 or gradients.clip_norms == self._clip_norms, "clipped at other norms than before"
         self._clip_norms = self.choice = gradients.clip_norms
-        for name, value in gradients.sums.items():
-            self._sums[name] = self._sums[name].add_(value) if name in self._sums else value
+        if gradients.clean is None or gradients.repaired is None:
+            self._settle()  # what came before, since this one cannot be computed again
+        elif self.parts > 0 and self._clean is None:
+            gradients = gradients.settled()
+        else:
+            self._clean = gradients.clean if self._clean is None else self._clean & gradients.clean
+            self._repaired.append(gradients.repaired)
+        self._add_sums(gradients, last=last)
         count, slack = self._question.count, self._question.slack
         if count is not None:
             cumulative = gradients.count_under(count.radii).float()
@@ -70,8 +78,24 @@ class LogicalBatch:
             self._norms.append(gradients.group_norms[gradients.mask].cpu().numpy())
         self.parts += 1
 
+    def _add_sums(self, gradients: ClippedGradients, *, last: bool) -> None:
+        if self._sums:
+            torch._foreach_add_(list(self._sums.values()), [gradients.sums[name] for name in self._sums])
+        else:  # sums that the next step overwrites are copied, unless there is none
+            kept = gradients.borrowed and not last
+            self._sums = {name: value.clone() if kept else value for name, value in gradients.sums.items()}
+
+    def _settle(self) -> None:
+        """Now that the device has to be waited for anyway: compute again what examples that are not finite spoilt."""
+        if self._clean is not None and not bool(self._clean):
+            self._sums = {}
+            for k, repaired in enumerate(self._repaired, 1):
+                self._add_sums(repaired(), last=k == len(self._repaired))
+        self._clean, self._repaired = None, []
+
     def gradient(self, members: Mapping[str, int]) -> BoundedSum:
         """The clipped gradients, with the slack's coordinates appended to each group: the bound is the same."""
+        self._settle()
         tensors, groups = dict(self._sums), dict(members)
         if self._question.slack is not None and self._within is not None:
             coefficients = self._question.slack.coefficients(self._clip_norms)
@@ -87,9 +111,18 @@ class LogicalBatch:
         return BoundedSum({"counts": self._bins}, {"counts": 0}, (self._question.count.l2_bound,))
 
     def answer(
-        self, noisy_gradient: dict[str, Tensor], noisy_counts: Mapping[str, Tensor], noise: Noise, batch_size: int
+        self,
+        noisy_gradient: dict[str, Tensor],
+        noisy_counts: Mapping[str, Tensor],
+        noise: Noise,
+        batch_size: int,
+        *,
+        divisor: float,
     ) -> Answer:
-        """What the threshold learns, from the released sums; the slack's coordinates are taken out of the gradient."""
+        """What the threshold learns, from the released counts and the released gradient, over its ``divisor``.
+
+        The slack's coordinates are taken out of the gradient.
+        """
         noisy_bins: Grid = ()
         if self._question.count is not None:
             fractions = noisy_counts["counts"] / batch_size + self._question.count.centre
@@ -100,7 +133,7 @@ class LogicalBatch:
             rows = self._question.slack.coefficients(self._clip_norms)
             noisy = [noisy_gradient.pop(_slack(k)).tolist() for k in range(len(rows))]
             noisy_within = tuple(
-                tuple(value / a / batch_size for value, a in zip(values, row, strict=True))
+                tuple(value * divisor / a / batch_size for value, a in zip(values, row, strict=True))
                 for values, row in zip(noisy, rows, strict=True)
             )
             stds = zip(noise.gradient_stds, rows, strict=True)

@@ -10,12 +10,14 @@ from torch.utils.data import DataLoader, Dataset
 from qclip import _validate as check
 from qclip.accounting import Accountant
 from qclip.engine import Engine
+from qclip.engine.compiled import MODES, Compiled
 from qclip.engine.engine import call
 from qclip.engine.groups import GroupSpec
 from qclip.losses import PerExample, per_example
 from qclip.private_training import Evaluation, PrivateTraining
+from qclip.progress import working
 from qclip.rows import mean_over_rows
-from qclip.sampling import dataset_size
+from qclip.sampling import dataset_size, fixed_size
 from qclip.schedules import Schedule
 from qclip.thresholds import PrivateQuantile, Threshold
 from qclip.thresholds.threshold import at, check_ahead
@@ -41,6 +43,7 @@ def make_private(
     groups: GroupSpec = "flat",
     rows_per_example: int = 1,
     physical_batch_size: int | None = None,
+    compile: bool | str = False,
     accountant: Accountant = "pld",
     sampling: Sampling = "poisson",
     data_independent: Sequence[str] = (),
@@ -65,7 +68,12 @@ def make_private(
     groups: which parameters are clipped together: "flat", "per-layer", or patterns of names.
     rows_per_example: K rows that belong to one example, such as augmentations (`qclip.rows.Repeated`) or the records of
         a user; their losses are averaged before clipping. An item of the data set holds the K rows, stacked in front.
-    physical_batch_size: the most examples that go through the model at once; all of the step when left out.
+    physical_batch_size: the most examples that go through the model at once. When left out, all of the step; with
+        ``compile`` a size that keeps padding under a tenth.
+    compile: run each physical batch, forward pass to clipped sums, as one compiled graph; True, or a mode of
+        torch.compile. Physical batches are padded to one size. The first takes from seconds to minutes; neither
+        epsilon nor the records change. What Python decides in the model's forward pass, other than by the kind of
+        batch, training flags and autocast, is frozen. A model that cannot be traced runs eager, with a warning.
     accountant: "pld" (tight) or "rdp".
     sampling: "poisson", or "uniform" (batches of one size) where there is no noise.
     data_independent: patterns of buffers that a forward pass may change because nothing in the data changes them, such
@@ -87,6 +95,8 @@ def make_private(
     (5, 1.19)
     """
     engine = Engine(model, groups=groups, data_independent=data_independent)
+    if compile is not False and compile is not True:
+        check.choice("compile", compile, MODES)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     _check_optimizers(optimizers, engine)
     if (loss is None) == (per_example_loss is None):
@@ -113,6 +123,8 @@ def make_private(
         sampling=sampling,
         private=threshold.private,
     )
+    if compile and physical_batch_size is None and threshold.sees != "batch":
+        physical_batch_size = fixed_size(plan.sampling, plan.dataset_size, plan.batch_size)
     if step_size is not None:
         check_ahead(lambda step: check.positive("step_size", at(step_size, step)), plan.num_steps)
     return PrivateTraining(
@@ -125,6 +137,7 @@ def make_private(
         step_size=step_size,
         normalize=normalize,
         physical_batch_size=physical_batch_size,
+        compiled=Compiled(engine, compile, slots=physical_batch_size, announce=working) if compile else None,
         seed=seed,
     )
 

@@ -16,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from qclip import _validate as check
 from qclip import accounting, checkpoint, mechanism, rows, theory
 from qclip.engine import ClippedGradients, Engine
+from qclip.engine.compiled import Compiled
+from qclip.engine.engine import Choice
 from qclip.guard import Guard
 from qclip.logical_batch import LogicalBatch, Noise
 from qclip.losses import PerExample
@@ -98,6 +100,7 @@ class PrivateTraining:
         step_size: Schedule | float | None,
         normalize: bool,
         physical_batch_size: int | None,
+        compiled: Compiled | None,
         seed: int | None,
     ) -> None:
         self.updated = False
@@ -105,6 +108,7 @@ class PrivateTraining:
         self._engine, self._optimizers, self._plan, self._threshold = engine, tuple(optimizers), plan, threshold
         self._evaluation, self._step_size, self._normalize = evaluation, step_size, normalize
         self._device = engine.device
+        self._compiled = compiled
         self._split = accounting.split(plan.noise_multiplier, threshold.noise_share)
         self._dims = mechanism.group_dims(engine.parameters, engine.groups.members, len(engine.groups))
         threshold.check(Conditions(plan.batch_size, plan.num_steps, plan.noise_multiplier, self._dims))
@@ -402,8 +406,12 @@ class PrivateTraining:
         whole = batch[0] if len(batch) == 1 else batch
         ticket, logical = self._redeem(whole)
         mask = ticket.mask(self._device)
-        whole = self._placed(whole, ticket.rows)
-        return ticket, self._engine.clipped(self._evaluation.losses, whole, logical.choice, mask=mask)
+        return ticket, self._gradients(self._placed(whole, ticket.rows), logical.choice, mask)
+
+    def _gradients(self, batch: Any, choice: Choice, mask: Tensor) -> ClippedGradients:
+        if self._compiled is None:
+            return self._engine.clipped(self._evaluation.losses, batch, choice, mask=mask)
+        return self._compiled.clipped(self._evaluation.losses, batch, choice, mask=mask, wait=False)
 
     def _clip_outputs(self, outputs: Any, targets: Any) -> tuple[Ticket, ClippedGradients]:
         if self._evaluation.criterion is None:
@@ -414,6 +422,10 @@ class PrivateTraining:
             raise check.refuse("outputs, targets", "given", bound, remedy)
         ticket, logical = self._redeem((outputs, targets))
         mask = ticket.mask(self._device)
+        if self._compiled is not None:
+            self._compiled.say(
+                "the model was called outside: training.step(batch) and training.loss(batch) are compiled"
+            )
         return ticket, self._engine.finish(outputs, targets, self._evaluation.criterion, logical.choice, mask=mask)
 
     def _placed(self, batch: Any, examples: int) -> Any:
@@ -457,7 +469,7 @@ class PrivateTraining:
         for start, batch in zip(range(0, size, chunk), self.loader.everything(chunk), strict=True):
             whole = self._placed(batch, min(chunk, size - start))
             ones = torch.ones(min(chunk, size - start), dtype=torch.bool, device=self._device)
-            found.append(self._engine.clipped(self._evaluation.losses, whole, 1.0, mask=ones).group_norms.cpu().numpy())
+            found.append(self._gradients(whole, 1.0, ones).group_norms.cpu().numpy())
         return np.concatenate(found)
 
     def _take(self, ticket: Ticket, gradients: ClippedGradients) -> None:
@@ -465,7 +477,7 @@ class PrivateTraining:
         logical = self._logical
         assert logical is not None
         self._guard.clear()
-        logical.add(gradients, ticket.size)
+        logical.add(gradients, ticket.size, last=ticket.last)
         if ticket.last:
             self._release(logical)
             self._logical = None
@@ -476,25 +488,24 @@ class PrivateTraining:
         if logical.hopeless:
             self._refuse_hopeless(step)
         gradient, counts = logical.gradient(self._engine.groups.members), logical.counts()
-        noisy = mechanism.release(gradient, self._split.gradient, self._noise)
+        scale = gradient.l2_bound if self._normalize else 1.0  # public, like everything it depends on
+        divisor = self._plan.batch_size * scale
+        noisy = mechanism.release(gradient, self._split.gradient, self._noise, divisor=divisor, like=parameters)
         noisy_counts = {} if counts is None else mechanism.release(counts, self._split.counts, self._noise)
         noise = Noise(
             mechanism.noise_stds(gradient, self._split.gradient),
             0.0 if counts is None else mechanism.noise_stds(counts, self._split.counts)[0],
         )
-        answer = logical.answer(noisy, noisy_counts, noise, self._plan.batch_size)
+        answer = logical.answer(noisy, noisy_counts, noise, self._plan.batch_size, divisor=divisor)
         noisy_unclipped = self._threshold.unclipped(self._state, step, answer)
         state = self._threshold.update(self._state, step, answer)
-        scale = gradient.l2_bound if self._normalize else 1.0  # public, like everything it depends on
-        divisor = self._plan.batch_size * scale
-        grads = {name: (value / divisor).to(parameters[name].dtype) for name, value in noisy.items()}
         if self._step_size is not None:
             _set_step_size(self._optimizers, at(self._step_size, step))
         step_size = float(self._optimizers[0].param_groups[0]["lr"]) / scale
         # Charged before anyone can see it: an interruption between the two lines costs budget, not privacy.
         self._history.append(StepRecord(step, logical.clip_norms, noisy_unclipped, step_size))
         self._state = state
-        self._guard.write(grads)
+        self._guard.write(noisy)
 
     def _refuse_hopeless(self, step: int) -> None:
         """Nothing but noise can come of a batch without a finite gradient; say so where the model is at fault."""

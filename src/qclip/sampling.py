@@ -1,5 +1,6 @@
 """Sampling: who joins each logical step, cut into physical batches; every physical batch carries a ticket."""
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -7,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
+import scipy.stats
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -79,6 +81,33 @@ def sampler(kind: str, dataset_size: int, batch_size: int, seed: np.random.SeedS
     if kind == "uniform":
         return UniformSampler(dataset_size, batch_size, seed)
     return PoissonSampler(dataset_size, batch_size / dataset_size, seed)
+
+
+def fixed_size(kind: str, dataset_size: int, batch_size: int) -> int:
+    """The largest size of physical batches for which filling each up to that size costs less than a tenth of the work.
+
+    One that holds nearly every draw whole serves large batches; smaller ones are cut, so that only the last is filled.
+
+    >>> fixed_size("poisson", 50_000, 256), fixed_size("poisson", 50_000, 4096), fixed_size("uniform", 50_000, 256)
+    (55, 4311, 256)
+    """
+    if kind == "uniform":
+        return batch_size
+    rate = batch_size / dataset_size
+    spread = (batch_size * (1 - rate)) ** 0.5
+    sizes = np.arange(max(0, int(batch_size - 8 * spread)), int(batch_size + 8 * spread) + 2)
+    chances = scipy.stats.binom.pmf(sizes, dataset_size, rate)
+
+    def filled(size: int) -> float:
+        return float(chances @ (np.maximum(-(-sizes // size), 1) * size)) / batch_size
+
+    whole = (batch_size + 0.5 * room * spread for room in range(2, 8))
+    candidates = {max(1, math.ceil(most / parts)) for most in whole for parts in range(1, batch_size + 1)}
+    return max((size for size in candidates if filled(size) < _FILLED), default=1)
+
+
+_FILLED = 1.1
+"""How many rows may be computed for one that counts."""
 
 
 def _rng(seed: np.random.SeedSequence, step: int) -> np.random.Generator:

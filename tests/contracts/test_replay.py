@@ -6,6 +6,7 @@ declared bound, and all of a step's together with the one Gaussian release that 
 """
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from qclip.engine import clipping
 from qclip.private import make_private
 from qclip.sampling import PoissonSampler
 from qclip.thresholds import Constant, GeometricQuantile, HistogramQuantile, PrivateQuantile, SlackQuantile
@@ -59,6 +61,12 @@ def ordinary(training, model, optimizer):
         optimizer.zero_grad()
 
 
+def compiled(training, model, optimizer):
+    """By compiled steps, which are traced here and not made into machine code."""
+    with mock.patch("torch.compile", lambda graph, **options: graph):
+        fused(training, model, optimizer)
+
+
 def without_reduction(outputs, targets):
     return F.cross_entropy(outputs, targets, reduction="none")
 
@@ -68,7 +76,7 @@ def run(threshold, groups, physical_batch_size, door, **changes):
     optimizer = torch.optim.SGD(network.parameters(), lr=0.2)
     settings = {"loss": nn.CrossEntropyLoss(), "batch_size": 100, "steps": 3, "noise_multiplier": Z} | changes
     training = make_private(
-        network, optimizer, data(), delta=1e-4, threshold=threshold, groups=GROUPS[groups],
+        network, optimizer, data(), delta=1e-4, threshold=threshold, groups=GROUPS[groups], compile=door is compiled,
         physical_batch_size=physical_batch_size, seed=5, **settings,  # it draws each of those that are removed
     )  # fmt: skip
     door(training, network, optimizer)
@@ -105,7 +113,7 @@ def compare(monkeypatch, make_recorder, run, gone):
         yield example, costs
 
 
-@pytest.mark.parametrize(("physical_batch_size", "door"), [(None, fused), (40, fused), (40, ordinary)])
+@pytest.mark.parametrize(("physical_batch_size", "door"), [(None, fused), (40, fused), (40, ordinary), (40, compiled)])
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("threshold", THRESHOLDS.values(), ids=THRESHOLDS)
 def test_removing_an_example_moves_a_step_by_what_is_accounted_for(
@@ -128,24 +136,16 @@ def test_whatever_the_loss_is_made_of(monkeypatch, make_recorder, loss):
     assert costs.max() > 0
 
 
-def test_the_comparison_can_fail(monkeypatch, make_recorder):
+@pytest.mark.parametrize("door", [fused, compiled])
+def test_the_comparison_can_fail(monkeypatch, make_recorder, door):
     """An engine that does not clip is caught: the shift of the large example is beyond its bound."""
-    from qclip.engine import engine
-
-    monkeypatch.setattr(engine, "weighted_sum", _unclipped(engine.weighted_sum))
+    unclipped = lambda norms, limits, **_: [norms.usable.to(limits.dtype)]  # noqa: E731
     whole, draw = make_recorder(), PoissonSampler.draw
-    monkeypatch.setattr(engine, "weighted_sum", _unclipped(engine.weighted_sum))
-    run(Constant(0.05), "flat", None, fused)
+    monkeypatch.setattr(clipping, "clip_factors", unclipped)
+    run(Constant(0.05), "flat", None, door)
     other = make_recorder(whole.released)
-    monkeypatch.setattr(engine, "weighted_sum", _unclipped(engine.weighted_sum))
+    monkeypatch.setattr(clipping, "clip_factors", unclipped)
     monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: (full := draw(self, step))[full != 0])
-    run(Constant(0.05), "flat", None, fused)
+    run(Constant(0.05), "flat", None, door)
     shifts = [moved(a, b)[0] for a, b in zip(whole.values, other.values, strict=True)]
     assert max(shifts) > 1.0
-
-
-def _unclipped(weighted_sum):
-    def all_of_it(name, parts, factors, mask, parameters):
-        return weighted_sum(name, parts, (factors > 0).to(factors.dtype), mask, parameters)
-
-    return all_of_it

@@ -1,6 +1,7 @@
 """Costs: the cheapest way within the memory, overridable, and never another answer."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from engine.cases import Net
 from engine.cases.case import squared
 from engine.compare import assert_same
-from qclip.engine import CostModel, Engine, Outer, clipped_gradients, explain, oracle
+from qclip.engine import CostModel, Engine, Outer, clipped_gradients, convolutions, explain, oracle
 from qclip.engine.convolutions import Geometry, Windows
 
 METHODS = ("gram", "direct", "kept")
@@ -62,6 +63,19 @@ def test_cutting_out_windows_counts():
     assert conv.spelled_out > linear.spelled_out == 0
     assert model.choose(linear, 0) == "gram"
     assert model.choose(conv, 0) == "direct"
+
+
+def test_kernels_keep_gradients_or_form_them_twice(monkeypatch):
+    monkeypatch.setattr(convolutions, "is_native", lambda x: True)
+    geometry, model = Geometry((1, 1), (1, 1), (1, 1), 1), CostModel()
+    images, grads = (torch.zeros(1).expand(4, 64, 2, 2) for _ in range(2))
+    form = Windows(images, grads, 4, torch.Size((64, 64, 3, 3)), geometry)
+    assert form.in_kernels
+    assert model.choose(form, float("inf")) == "kept"
+    assert model.choose(form, 0) == "direct"
+    grouped = replace(form, geometry=replace(geometry, groups=2), shape=torch.Size((64, 32, 3, 3)))
+    assert not grouped.in_kernels
+    assert model.choose(grouped, 0) == "gram"  # few positions
 
 
 @pytest.mark.parametrize("method", METHODS)

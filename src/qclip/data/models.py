@@ -49,11 +49,11 @@ class CausalTransformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention to what came before and a feed-forward layer, normalised first."""
+    """Attention to what came before, or to everything, and a feed-forward layer, normalised first."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -63,6 +63,6 @@ class Block(nn.Module):
         queries, keys, values = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.attend(self.first(x)).chunk(3, -1)
         )
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=self.causal)
         x = x + self.project(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.second(x))))

@@ -19,6 +19,7 @@ from qclip.engine import rules
 from qclip.engine.layouts import relative
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
+from qclip.engine.rules.linear import is_ragged, widened_linear
 from qclip.engine.sites import Call, Output, Site, Source, is_in_place, leaves, map_leaves, tensors
 
 _T = torch.Tensor
@@ -46,6 +47,7 @@ class Capture(TorchFunctionMode):
         not_spreading: Collection[int] = (),
         keep_values: bool = False,
         observe: Callable[[int, Tensor], None] | None = None,
+        traced: bool = False,
     ) -> None:
         super().__init__()
         self.sites: list[Site] = []
@@ -56,6 +58,7 @@ class Capture(TorchFunctionMode):
         self._batch_size = batch_size
         self._keep_values = keep_values
         self._observe = observe
+        self._traced = traced  # nothing is run, so there are no generators to remember
         self._not_spreading = not_spreading
         self._spread = -1
         self.parameters = parameters  # tensors are kept alive so that their ids stay theirs
@@ -157,11 +160,15 @@ class Capture(TorchFunctionMode):
         data = [x for x in found if id(x) not in self._sources and (x.requires_grad or id(x) not in self._constants)]
         entry = rules.find(function)
         # A call without a rule may have to be run again, so its randomness must be known.
-        random_state = None if entry is not None or not data else RandomState.now(data[0].device)
+        random_state = None if entry is not None or not data or self._traced else RandomState.now(data[0].device)
         nodes = tuple(frozenset({get_gradient_edge(x).node, _lasting_edge(x).node}) for x in data if x.requires_grad)
         call = self._describe(function, args, kwargs)
-        result = function(*args, **kwargs)
-        results = list(tensors((result,)))
+        if self._traced and function is F.linear and is_ragged(*args, **kwargs):
+            result, whole = widened_linear(*args, **kwargs)
+            results = [whole]
+        else:
+            result = function(*args, **kwargs)
+            results = list(tensors((result,)))
         in_place = is_in_place(function)
         passed_on = set() if in_place else {id(x) for x in found}  # such as x.contiguous() where it already was
         old = set() if in_place else {id(x._base) for x in found if x._is_view()} | passed_on

@@ -1,7 +1,7 @@
 """The eager driver: one forward pass, one backward pass to the sites, norms, clip factors, sums."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qclip.engine import batch as batches
-from qclip.engine import checks, fallback
+from qclip.engine import checks, clipping, fallback
 from qclip.engine.capture import Capture
 from qclip.engine.checks import Evaluate
 from qclip.engine.costs import CostModel
@@ -24,11 +24,9 @@ from qclip.engine.parts import (
     plain_gradients,
     prepare,
     require_totals,
-    squared_norms,
-    weighted_sum,
 )
 from qclip.engine.plan import Plan, signature
-from qclip.engine.proof import NotSpreading, Trial, perturbed, prove
+from qclip.engine.proof import PROOFS, NotSpreading, Trial, perturbed, prove
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 from qclip.engine.result import ClippedGradients
@@ -49,7 +47,6 @@ Choice = ClipNorm | Callable[[Tensor], ClipNorm]
 """The threshold of each group, or a function that chooses it from norms [examples, K]."""
 Plans = dict[Any, tuple[Plan, int]]
 """By kind of forward pass: how to deal with it, and how often it was used."""
-_PROOFS = {0, 1, *(16**k - 1 for k in range(1, 12))}
 _MOST_PLANS = 256
 
 
@@ -183,6 +180,48 @@ class Engine:
         checks.require_unchanged_inputs(run.capture.sites)
         return run
 
+    def capture(
+        self,
+        parameters: Mapping[str, Tensor],
+        constants: Sequence[Tensor],
+        batch: Any,
+        count: int,
+        *,
+        like: int,
+        keep_values: bool = False,
+        observe: Callable[[int, Tensor], None] | None = None,
+        traced: bool = False,
+    ) -> Capture:
+        """A capture ready to be entered, for a forward pass that sees these as the model's tensors.
+
+        What was learnt about calls that seem to give rows to examples is that of batches of ``like`` examples.
+        """
+        shared = [x for x in batches.tensors(batch) if not batches.is_example_wise(x, count)]
+        return Capture(
+            parameters,
+            [*constants, *shared],
+            count,
+            not_spreading=self._not_spreading.get(like, frozenset()),
+            keep_values=keep_values,
+            observe=observe,
+            traced=traced,
+        )
+
+    def require_same_parameters(self) -> None:
+        """Refuse a model whose trainable parameters are not those the engine was made for."""
+        current = checks.trainable(self.model)
+        if list(current) != list(self.parameters):
+            raise Refusal(
+                "the set of trainable parameters has changed since the engine was made; make a new one after freezing "
+                "or unfreezing"
+            )
+        replaced = [name for name, p in current.items() if p is not self.parameters[name]]
+        if replaced:
+            raise Refusal(
+                f"parameter {replaced[0]!r} was replaced by another since the engine was made (load_state_dict with "
+                "assign=True?); optimizers hold the old one: make a new engine, or copy values in place"
+            )
+
     def _begin(
         self,
         batch: Any,
@@ -196,27 +235,10 @@ class Engine:
         if torch.is_inference_mode_enabled():
             raise Refusal("no gradients in inference mode; leave torch.inference_mode() for training")
         checks.require_inputs(batch)
-        current = checks.trainable(self.model)
-        if list(current) != list(self.parameters):
-            raise Refusal(
-                "the set of trainable parameters has changed since the engine was made; make a new one after freezing "
-                "or unfreezing"
-            )
-        replaced = [name for name, p in current.items() if p is not self.parameters[name]]
-        if replaced:
-            raise Refusal(
-                f"parameter {replaced[0]!r} was replaced by another since the engine was made (load_state_dict with "
-                "assign=True?); optimizers hold the old one: make a new engine, or copy values in place"
-            )
+        self.require_same_parameters()
         constants = [x for _, x in checks.named_tensors(self.model) if not x.requires_grad]
-        shared = [x for x in batches.tensors(batch) if not batches.is_example_wise(x, count)]
-        capture = Capture(
-            current,
-            [*constants, *shared],
-            count,
-            not_spreading=self._not_spreading.get(count, frozenset()),
-            keep_values=keep_values,
-            observe=observe,
+        capture = self.capture(
+            self.parameters, constants, batch, count, like=count, keep_values=keep_values, observe=observe
         )
         state = checks.State.of(self.model, copy_buffers=proving)
         return Run(capture, state, RandomState.now(self.device), count)
@@ -242,17 +264,33 @@ class Engine:
         self, run: "Run", keep: Tensor, evaluate: Evaluate, batch: Any, *, kind: Any = None
     ) -> "tuple[Run, Plan, Parts]":
         """How every parameter is dealt with, and what the sites contribute to it; the run may have been made anew."""
+        run, plan = self._settled(run, evaluate, batch, lambda run: self._plan(run, evaluate, batch, kind))
+        return run, plan, self.collect(run, plan, keep, evaluate, batch)
+
+    @torch.enable_grad()
+    def prove(self, evaluate: Evaluate, batch: Any, count: int) -> "tuple[Run, Plan]":
+        """A forward pass on this batch, and how it is dealt with, proven on it whatever is known already."""
+
+        def proven(run: Run) -> Plan:
+            return self._prove(
+                run, *checks.unseen_parameters(run.losses, run.capture.sites, self.parameters), evaluate, batch
+            )
+
+        run = self.record(evaluate, batch, count)
+        checks.require_losses(run.losses, count)
+        return self._settled(run, evaluate, batch, proven)
+
+    def _settled(
+        self, run: "Run", evaluate: Evaluate, batch: Any, find_plan: "Callable[[Run], Plan]"
+    ) -> "tuple[Run, Plan]":
         while True:
             try:
-                plan = self._plan(run, evaluate, batch, kind)
-                break
+                return run, find_plan(run)
             except NotSpreading as wrong:  # now that this is known, look at the same forward pass again
                 known = self._not_spreading.get(run.count, frozenset())
                 self._not_spreading[run.count] = known | wrong.ordinals
                 with run.random_state.replayed():
                     run = self.record(evaluate, batch, run.count)
-        parts = self._collect(run, plan, keep, evaluate, batch)
-        return run, plan, parts
 
     def _plan(self, run: "Run", evaluate: Evaluate, batch: Any, kind: Any) -> Plan:
         """What was proven about forward passes of this kind; proven again at the 1st, 2nd, 16th, 256th... of them."""
@@ -266,7 +304,7 @@ class Engine:
             tuple(module.training for module in self.model.modules()),
         )
         plan, uses = self._plans.pop(key, (None, 0))
-        if plan is None or uses in _PROOFS or not plan.proven:
+        if plan is None or uses in PROOFS or not plan.proven:
             plan = self._prove(run, unseen, reached, evaluate, batch)
         self._plans[key] = plan, uses + 1  # the latest last
         if len(self._plans) > _MOST_PLANS:
@@ -313,14 +351,15 @@ class Engine:
                     again = self.record(evaluate, batch, run.count)
                 expected = plain_gradients(again.losses, self.parameters)
                 everyone = torch.ones(run.count, dtype=torch.bool, device=again.losses.device)
-                parts = self._collect(again, plan, everyone, evaluate, batch)
+                parts = self.collect(again, plan, everyone, evaluate, batch)
                 require_totals(parts, expected, again.capture.sites, self.parameters)
         finally:
             for x, before in buffers:
                 x.data.copy_(before)
         return plan
 
-    def _collect(self, run: "Run", plan: Plan, keep: Tensor, evaluate: Evaluate, batch: Any) -> Parts:
+    def collect(self, run: "Run", plan: Plan, keep: Tensor, evaluate: Evaluate, batch: Any) -> Parts:
+        """What the sites contribute to every parameter, by one backward pass."""
         parts = collect(run.capture.sites, plan, run.losses, keep, self.parameters)
         self._add_whole_model(parts, run, plan, keep, evaluate, batch)
         return parts
@@ -356,36 +395,15 @@ class Engine:
     def _clip(self, parts: Parts, losses: Tensor, keep: Tensor, choice: Choice) -> ClippedGradients:
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             prepare(parts, self.costs)
-            group_norms = self._group_norms(parts, len(keep))
-            usable = group_norms.isfinite().all(1) & keep
-            group_norms = torch.where(usable[:, None], group_norms, torch.inf)
-            thresholds = self.groups.thresholds(choice(group_norms[keep]) if callable(choice) else choice)
-            limits = torch.tensor(thresholds, dtype=group_norms.dtype, device=keep.device)
-            factors = torch.where(usable[:, None], (limits / group_norms).clamp(max=1), 0)
+            bundles = clipping.bundled(parts, self.groups)
+            norms = clipping.group_norms(parts, bundles, self.groups, self.parameters, keep)
+            thresholds = self.groups.thresholds(choice(norms.by_group[keep]) if callable(choice) else choice)
+            limits = torch.tensor(thresholds, dtype=norms.by_group.dtype, device=keep.device)
             # Where all is finite (one look at one flag), nothing has to be masked out.
-            mask = None if bool(usable.all()) else usable
-            sums = {
-                name: weighted_sum(name, parts[name], factors[:, self.groups.members[name]], mask, self.parameters)
-                for name in self.parameters
-            }
-            group_norms = torch.where(keep[:, None], group_norms, 0)
-        return ClippedGradients(
-            sums=sums,
-            norms=torch.linalg.vector_norm(group_norms, dim=1),
-            group_norms=group_norms,
-            clip_norms=thresholds,
-            losses=losses.detach(),
-            mask=keep,
-        )
-
-    def _group_norms(self, parts: Parts, count: int) -> Tensor:
-        """[B, K]."""
-        dtype = max((accumulator(p) for p in self.parameters.values()), key=lambda dtype: dtype.itemsize)
-        squares: list[list[Tensor]] = [[torch.zeros(count, dtype=dtype, device=self.device)] for _ in self.groups.names]
-        for name, found in parts.items():
-            if found:
-                squares[self.groups.members[name]].append(squared_norms(found).to(dtype))
-        return torch.stack([torch.stack(each).sum(0) for each in squares], 1).sqrt()
+            mask = None if bool(norms.usable.all()) else norms.usable
+            factors = clipping.clip_factors(norms, limits)
+            sums = clipping.clipped_sums(parts, bundles, factors, self.groups, self.parameters, mask)
+        return ClippedGradients.of(sums, norms.by_group, thresholds, losses.detach(), keep)
 
     def _nothing(self, choice: Choice) -> ClippedGradients:
         """An empty batch: zero sums."""

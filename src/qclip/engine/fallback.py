@@ -101,15 +101,16 @@ def _example_function(
     return run
 
 
-class _Evaluation(nn.Module):
+class Evaluation(nn.Module):
     """A model and what is done with it, as one module, so that `functional_call` can put other parameters in."""
 
-    def __init__(self, model: nn.Module, evaluate: Callable[[Any], Tensor]) -> None:
+    def __init__(self, model: nn.Module, evaluate: Callable[[Any], Any]) -> None:
         super().__init__()
         self.model = model
         self.evaluate = evaluate
 
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: Any) -> Any:
+        """What is done with the model, such as one loss per example."""
         return self.evaluate(batch)
 
 
@@ -122,7 +123,7 @@ def whole_model_gradients(
     state: RandomState,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The losses and the named parameters' per-example gradients, by vmap over the whole evaluation."""
-    whole = _Evaluation(model, evaluate)
+    whole = Evaluation(model, evaluate)
     parameters = dict(model.named_parameters())
     wanted = {name: parameters[name].detach() for name in names}
     leaves, structure = pytree.tree_flatten(batch)

@@ -22,16 +22,21 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from qclip.engine.kernels.gram import gram_squares, wins
+from qclip.engine.products import (
+    ROUNDINGS,
+    aligned,
+    doubt,
+    full,
+    is_native,
+    native_weighted_sum,
+    product,
+    rough_product,
+    rounding,
+)
+
 CHUNK_BYTES: Final = 2**26
 """How much memory a product that is thrown away at once may take."""
-
-ROUNDINGS: Final = 4
-"""How many units of rounding the norms are taken from above."""
-
-
-def full(x: Tensor) -> Tensor:
-    """At least float32."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def keep_examples(x: Tensor, keep: Tensor) -> Tensor:
@@ -80,8 +85,8 @@ class Products(Form):
 
     @property
     @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Of its tensors."""
+    def like(self) -> Tensor:
+        """One of its tensors, to know device and precision by."""
 
     @property
     @abstractmethod
@@ -103,6 +108,16 @@ class Products(Form):
     def spelled_out(self) -> int:
         """How many numbers per example `outer` has to write."""
 
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether a clipped sum forms every gradient anew, instead of one product over all examples."""
+        return False
+
+    @property
+    def in_kernels(self) -> bool:
+        """Whether kernels of a GPU form the gradients and take their norms or sum in one go."""
+        return False
+
     @abstractmethod
     def gram_norms(self) -> Tensor:
         """Squared norms [B], from the T x T products of the positions with one another; never forms a gradient."""
@@ -115,19 +130,27 @@ class Products(Form):
     def outer(self) -> "Outer":
         """The same gradients, spelled out."""
 
+    def kept(self) -> "Dense":
+        """The gradients themselves, in the precision they are computed in."""
+        return Dense(self.dense())
+
 
 @dataclass(frozen=True)
 class Dense(Form):
     """The gradients of all examples, one tensor of the parameter's shape each: [B, *shape]."""
 
     grads: Tensor
+    squares: Tensor | None = None
+    """Their squared norms [B], where they are known already."""
 
     def squared_norms(self) -> Tensor:
         """[B]."""
-        return square_sums(self.grads)
+        return square_sums(self.grads) if self.squares is None else self.squares
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """The sum of the gradients times the factors, of the parameter's shape."""
+        if is_native(self.grads):
+            return native_weighted_sum(factors, self.grads)
         grads = full(self.grads)
         rows = grads.reshape(len(grads), grads.shape[1:].numel())
         return (factors.to(grads.dtype) @ rows).view(grads.shape[1:])
@@ -146,9 +169,9 @@ class Outer(Products):
     """Sums of outer products: example b's gradient is ``left[b].mT @ right[b]``, as [G, M, N], seen in ``shape``."""
 
     left: Tensor
-    """[B, G, T, M]."""
+    """[B, G, T, M]; for a matrix, M may be more than its side, by zeros."""
     right: Tensor
-    """[B, G, T, N]."""
+    """[B, G, T, N]; likewise."""
     shape: torch.Size
     """The parameter's own shape, G M N numbers."""
 
@@ -168,9 +191,9 @@ class Outer(Products):
         return self.shape.numel()
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Of its tensors."""
-        return self.left.dtype
+    def like(self) -> Tensor:
+        """One of its tensors."""
+        return self.left
 
     @property
     def examples(self) -> int:
@@ -190,7 +213,8 @@ class Outer(Products):
         """[B], by the cheaper of the two ways that keep nothing."""
         m, n = self.sides
         if self.positions == 1:
-            return (lengths(self.left) * lengths(self.right)).square().sum((1, 2))
+            squares = (lengths(self.left) * lengths(self.right)).square().sum((1, 2))
+            return from_above(squares, self.sizes(), doubt(self.left)) if is_native(self.left) else squares
         return self.gram_norms() if self.positions * (m + n) <= m * n else self.direct_norms()
 
     def gram_norms(self) -> Tensor:
@@ -203,8 +227,8 @@ class Outer(Products):
         """[B], from the gradients, formed a few at a time and thrown away."""
         step = chunk(self.shape.numel())
         pairs = zip(self.left.split(step), self.right.split(step), strict=True)
-        squares = torch.cat([square_sums(torch.matmul(full(left).mT, full(right))) for left, right in pairs])
-        return from_above(squares, self.sizes())
+        squares = torch.cat([square_sums(product(aligned(left).mT, aligned(right))) for left, right in pairs])
+        return from_above(squares, self.sizes(), doubt(self.left))
 
     def outer(self) -> "Outer":
         """Itself."""
@@ -214,15 +238,25 @@ class Outer(Products):
         """The sum of the gradients times the factors, by one product per group of channels."""
         left, right = self.left, self.right
         if left.numel() <= right.numel():
-            left, right = scale_examples(left, factors), full(right)
+            left = _scaled(left, factors)
         else:
-            left, right = full(left), scale_examples(right, factors)
-        left, right = (x.transpose(0, 1).flatten(1, 2) for x in (left, right))  # [G, B T, .]
-        return torch.matmul(left.mT, right).reshape(self.shape)
+            right = _scaled(right, factors)
+        left, right = (aligned(x).transpose(0, 1).flatten(1, 2) for x in (left, right))  # [G, B T, .]
+        return self._cut(product(left.mT, right)).reshape(self.shape)
 
     def dense(self) -> Tensor:
         """[B, *shape]."""
-        return torch.matmul(full(self.left).mT, full(self.right)).reshape(-1, *self.shape)
+        return self._cut(product(self.left.mT, self.right)).reshape(-1, *self.shape)
+
+    def _cut(self, found: Tensor) -> Tensor:
+        """[..., M, N] without what was added for alignment."""
+        m, n = self.shape if len(self.shape) == 2 and self.left.shape[1] == 1 else self.sides
+        return found[..., :m, :n]
+
+    def kept(self) -> Dense:
+        """The gradients themselves, in the precision they are computed in."""
+        found = rough_product(aligned(self.left).mT, aligned(self.right))
+        return Dense(self._cut(found).reshape(-1, *self.shape))
 
     def masked(self, keep: Tensor) -> "Outer":
         """Zero for the examples that are not kept."""
@@ -256,7 +290,8 @@ class Rows(Form):
         segments[:, 1:] = (ids[:, 1:] != ids[:, :-1]).cumsum(1)
         rows = full(self.grads).reshape(count * entries, self.shape[1:].numel())
         summed = torch.zeros_like(rows).index_add(0, (segments + first).flatten(), rows[(order + first).flatten()])
-        return from_above(square_sums(summed.view(count, entries * rows.shape[1])), self.sizes())
+        squares = square_sums(summed.view(count, entries * rows.shape[1]))
+        return from_above(squares, self.sizes(), ROUNDINGS * rounding(squares))
 
     def sizes(self) -> Tensor:
         """[B]: the sum of the lengths of the rows, repeated ones one by one."""
@@ -281,12 +316,12 @@ class Rows(Form):
 
 def joint_squared_norms(outer: Outer, table: Rows) -> Tensor:
     """[B]: the squared norm of a sum of both, as for the weight of a tied embedding and head, cross term included."""
-    left, right = full(outer.left).squeeze(1), full(outer.right).squeeze(1)
+    left, right = outer.left.squeeze(1), outer.right.squeeze(1)
     # Row s of the table meets position t of the product as left[t, id_s] (right[t] . grad_s).
-    picked = left.gather(2, table.ids[:, None, :].expand(-1, left.shape[1], -1))
-    cross = (picked * torch.matmul(right, full(table.grads).mT)).sum((1, 2))
-    doubt = ROUNDINGS * rounding(cross) * outer.sizes() * table.sizes()
-    return outer.squared_norms() + table.squared_norms() + 2 * (cross + doubt)
+    picked = full(left.gather(2, table.ids[:, None, :].expand(-1, left.shape[1], -1)))
+    cross = (picked * product(right, table.grads.mT)).sum((1, 2))
+    room = doubt(outer.left) * outer.sizes() * table.sizes()
+    return outer.squared_norms() + table.squared_norms() + 2 * (cross + room)
 
 
 def join(forms: Sequence[Form]) -> list[Form]:
@@ -337,19 +372,31 @@ def lengths(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(full(x), dim=-1)
 
 
-def rounding(x: Tensor) -> float:
-    """The relative size of one rounding error."""
-    return torch.finfo(x.dtype).eps / 2
+def from_above(squares: Tensor, sizes: Tensor, doubt: float) -> Tensor:
+    """Squared norms with room for summands of these sizes that are off by this much of them."""
+    return (squares.sqrt() + doubt * sizes).square()
 
 
-def from_above(squares: Tensor, sizes: Tensor) -> Tensor:
-    """Squared norms with room for the rounding errors of summands of these sizes."""
-    return (squares.sqrt() + ROUNDINGS * rounding(sizes) * sizes).square()
+def _scaled(x: Tensor, factors: Tensor) -> Tensor:
+    """Each example times its factor; native 16-bit numbers stay what they are, rounded."""
+    scaled = scale_examples(x, factors)
+    return scaled.to(x.dtype) if is_native(x) else scaled
 
 
 def _gram(left: Tensor, right: Tensor) -> Tensor:
-    left, right = full(left), full(right)
-    lefts, rights = torch.matmul(left, left.mT), torch.matmul(right, right.mT)
-    sizes = (lefts.diagonal(dim1=2, dim2=3) * rights.diagonal(dim1=2, dim2=3)).clamp(min=0).sqrt().sum((1, 2))
+    if (
+        left.shape[1] == 1
+        and is_native(left)
+        and is_native(right)
+        and wins(left.shape[2], left.shape[3], right.shape[3])
+    ):
+        squares, sizes = gram_squares(left.squeeze(1), right.squeeze(1))
+    else:
+        left, right = aligned(left, positions=True), aligned(right, positions=True)
+        lefts, rights = product(left, left.mT), product(right, right.mT)
+        squares = (lefts * rights).sum((1, 2, 3))
+        sizes = (lefts.diagonal(dim1=2, dim2=3) * rights.diagonal(dim1=2, dim2=3)).clamp(min=0).sqrt().sum((1, 2))
     # Products of products round relative to the squared sizes: a norm far below them is not resolved.
-    return (lefts * rights).sum((1, 2, 3)).clamp(min=0) + ROUNDINGS * rounding(sizes) * sizes.square()
+    squares = squares.clamp(min=0) + ROUNDINGS * rounding(sizes) * sizes.square()
+    rough = doubt(left)
+    return from_above(squares, sizes, rough) if rough > ROUNDINGS * rounding(sizes) else squares

@@ -1,6 +1,6 @@
 """Parts: what the sites contribute to each parameter, from output gradients to norms and clipped sums."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +35,26 @@ def accumulator(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
-def collect(sites: Sequence[Site], plan: Plan, losses: Tensor, keep: Tensor, parameters: Mapping[str, Tensor]) -> Parts:
+def collect(
+    sites: Sequence[Site],
+    plan: Plan,
+    losses: Tensor,
+    keep: Tensor,
+    parameters: Mapping[str, Tensor],
+    *,
+    after_backward: Callable[[], object] = lambda: None,
+) -> Parts:
     """Each parameter's contributions, by one backward pass to the sites."""
     chosen = [(site, how) for site, how in zip(sites, plan.sites, strict=True) if how is not None]
     weights = keep.to(losses.dtype)
-    found = output_gradients(losses, weights, [site for site, _ in chosen], parameters, retain_graph=False)
+    found = output_gradients(
+        losses,
+        weights,
+        [site for site, _ in chosen],
+        parameters,
+        retain_graph=False,
+        after_backward=after_backward,
+    )
     parts: Parts = {name: [] for name in parameters}
     with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
         for (site, how), grads in zip(chosen, found, strict=True):
@@ -125,15 +140,17 @@ def _joined(name: str, found: list[Part], parameters: Mapping[str, Tensor]) -> l
 
 def prepare(parts: Parts, costs: CostModel) -> None:
     """Choose how each sum of outer products is dealt with; gradients to be kept are formed here, once."""
-    available = costs.kept_bytes
+    available: int | None = None
     for found in parts.values():
         part = found[0] if len(found) == 1 else None
         if part is None or not isinstance(part.form, Products) or part.form.positions == 1:
             continue
+        if available is None:
+            available = costs.budget(part.form.like.device)
         part.method = costs.choose(part.form, available)
         if part.method == "kept":
             available -= costs.kept_bytes_of(part.form)
-            part.form = Dense(part.form.dense())
+            part.form = part.form.kept()
 
 
 def squared_norms(found: Sequence[Part]) -> Tensor:

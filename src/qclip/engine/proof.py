@@ -15,7 +15,7 @@ layer that starts at zero would hide everything behind it, and four things are t
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,11 @@ from qclip.engine.plan import Plan, SitePlan, plan_site, signature
 from qclip.engine.randomness import SameDraws
 from qclip.engine.refusal import Refusal
 from qclip.engine.sites import output_gradients
+
+_NOTED: Final = 2**24
+"""How many numbers are looked at at once."""
+PROOFS: Final = frozenset({0, 1, *(16**k - 1 for k in range(1, 12))})
+"""After how many uses a kind of forward pass is proven: at the 1st, 2nd, 16th, 256th... of them."""
 
 
 @dataclass(eq=False)
@@ -136,7 +141,7 @@ def _healthy(rerun: Rerun, batch: Any, batch_size: int) -> tuple[Any, bool]:
     """
 
     def only(good: Tensor) -> Any:
-        return batches.select(batch, _replacement(good), batch_size)
+        return batches.select(batch, replacement(good), batch_size)
 
     def is_finite(other: Any) -> bool:
         trial = rerun(other, batch_size)
@@ -158,7 +163,7 @@ def _owners(trial: Trial, batch_size: int) -> tuple[list[list[Layout]], list[boo
     """For each site the layouts that pass the proof, and whether it showed any gradient."""
     layouts = [list(candidates(site.outputs[0].shape, batch_size)) for site in trial.capture.sites]
     shown = [False] * len(layouts)
-    for half in _halves(batch_size, trial.losses):
+    for half in halves(batch_size, trial.losses):
         for k, grads in enumerate(trial.gradients(half, retain_graph=True)):
             layouts[k] = [layout for layout in layouts[k] if _owns(layout, grads, half, batch_size)]
             shown[k] |= any(grad is not None and bool(grad.count_nonzero()) for grad in grads)
@@ -184,7 +189,7 @@ def perturbed(parameters: Any) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def _halves(batch_size: int, losses: Tensor) -> list[Tensor]:
+def halves(batch_size: int, losses: Tensor) -> list[Tensor]:
     """Halves of the batch as loss weights, such that for any two examples some half has the one and not the other."""
     if batch_size == 1:
         return [torch.ones_like(losses).detach()]
@@ -221,6 +226,8 @@ class Traces:
     losses: Tensor = field(default_factory=lambda: torch.zeros(0))
     sites: list[str] = field(default_factory=list)
     random: bool = False
+    rough: bool = False
+    """Whether something was rounded to 16 bits on the way."""
 
     @staticmethod
     def of(rerun: Rerun, batch: Any, count: int, plans: Sequence[SitePlan | None]) -> "Traces":
@@ -228,6 +235,7 @@ class Traces:
         traces = Traces(plans, count)
         trial = rerun(batch, count, observe=lambda k, value: traces._note(traces.values, k, value))
         traces.losses, traces.random = trial.losses.detach(), trial.random
+        traces.rough |= torch.is_autocast_enabled(traces.losses.device.type) or traces.losses.dtype == torch.bfloat16
         traces.sites = [str(site) for site in trial.capture.sites]
         for k, grads in enumerate(trial.gradients(torch.ones_like(traces.losses))):
             if grads[0] is not None:
@@ -239,10 +247,12 @@ class Traces:
         if plan is None or not plan.layout.holds(x, self.count) or not (x.is_floating_point() or x.is_complex()):
             return
         rows = plan.layout.by_example(x.detach(), self.count).reshape(self.count, -1)
-        rows = (torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows).double()
-        direction = torch.Generator().manual_seed(rows.shape[1])
-        onto = torch.randn(rows.shape[1], 2, generator=direction, dtype=torch.float64).to(rows.device)
-        notes[k] = torch.cat([rows @ onto, rows.square().sum(1, keepdim=True).sqrt()], 1)
+        rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
+        direction = torch.Generator(rows.device).manual_seed(rows.shape[1])
+        onto = torch.randn(rows.shape[1], 2, generator=direction, dtype=torch.float64, device=rows.device)
+        self.rough |= x.dtype in (torch.bfloat16, torch.float16)
+        some = rows.split(max(1, _NOTED // max(1, rows.shape[1])))  # in float64 all of them may be too large
+        notes[k] = torch.cat([torch.cat([x @ onto, x.norm(dim=1, keepdim=True)], 1) for x in map(Tensor.double, some)])
 
     def difference(
         self, other: "Traces", mine: Tensor, its: Tensor, tolerance: float, *, allowed: int = 0
@@ -280,12 +290,12 @@ def _require_separation(rerun: Rerun, batch: Any, count: int, plans: Sequence[Si
     before = Traces.of(rerun, batch, count, plans)
     everyone = torch.arange(count, device=before.losses.device)
     again = Traces.of(rerun, batch, count, plans)
-    tolerance = _tolerance(before.losses, 1e-4, 1e-2)
+    tolerance = 1e-2 if before.rough else 1e-4
     if before.difference(again, everyone, everyone, tolerance) is not None:
         raise _unrepeatable(())
-    for half in _halves(count, before.losses):
+    for half in halves(count, before.losses):
         stay = half != 0
-        after = Traces.of(rerun, batches.select(batch, _replacement(stay), count), count, plans)
+        after = Traces.of(rerun, batches.select(batch, replacement(stay), count), count, plans)
         where = before.difference(after, stay, stay, tolerance)
         if where is not None:
             raise Refusal(f"examples mix: replacing some of them changed others, {where}. {_MIX}")
@@ -308,7 +318,7 @@ def _require_any_size(
     if other.random:
         return  # random numbers that cannot be held still, such as those of a fused dropout
     both = index[: min(size, count)]
-    tolerance = _tolerance(usual.losses, 1e-2, 0.2)
+    tolerance = 0.2 if usual.rough else 1e-2
     where = usual.difference(other, both, both, tolerance, allowed=len(both) // 20)
     if where is not None:
         raise Refusal(
@@ -344,12 +354,7 @@ def full_precision() -> Iterator[None]:
             backend.allow_tf32 = allowed
 
 
-def _tolerance(losses: Tensor, single: float, half: float) -> float:
-    autocast = torch.is_autocast_enabled(losses.device.type)
-    return half if autocast or losses.dtype == torch.bfloat16 else single
-
-
-def _replacement(stay: Tensor) -> Tensor:
+def replacement(stay: Tensor) -> Tensor:
     """The indices of a batch in which copies of the examples that stay replace the others."""
     index = torch.arange(len(stay), device=stay.device)
     index[~stay] = index[stay].repeat(len(stay))[: int((~stay).sum())]

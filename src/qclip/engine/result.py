@@ -1,7 +1,7 @@
 """What the engine returns: a clipped sum that knows its own bound."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,27 @@ class ClippedGradients:
     """The loss of each example, [B], detached."""
     mask: Tensor
     """Which examples count, [B], bool."""
+    borrowed: bool = False
+    """Whether the next step overwrites the sums."""
+    clean: Tensor | None = None
+    """Whether every example that counts is finite, 0-dim, where nobody has looked yet: else the sums are spoilt."""
+    repaired: "Callable[[], ClippedGradients] | None" = None
+    """The same with unspoilt sums."""
+
+    @staticmethod
+    def of(
+        sums: dict[str, Tensor], group_norms: Tensor, clip_norms: tuple[float, ...], losses: Tensor, mask: Tensor
+    ) -> "ClippedGradients":
+        """From norms that are infinite where an example is masked or not finite."""
+        group_norms = torch.where(mask[:, None], group_norms, 0)
+        norms = torch.linalg.vector_norm(group_norms, dim=1)
+        return ClippedGradients(sums, norms, group_norms, clip_norms, losses, mask)
+
+    def settled(self) -> "ClippedGradients":
+        """With sums that hold; waits for the device where that is not known yet."""
+        if self.clean is None or self.repaired is None:
+            return self
+        return replace(self, clean=None, repaired=None) if bool(self.clean) else self.repaired()
 
     @property
     def l2_bound(self) -> float:

@@ -110,7 +110,13 @@ _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__i
 
 
 def output_gradients(
-    losses: Tensor, weights: Tensor, sites: Sequence[Site], parameters: Mapping[str, Tensor], *, retain_graph: bool
+    losses: Tensor,
+    weights: Tensor,
+    sites: Sequence[Site],
+    parameters: Mapping[str, Tensor],
+    *,
+    retain_graph: bool,
+    after_backward: Callable[[], object] = lambda: None,
 ) -> list[list[Tensor | None]]:
     """The gradient of the weighted losses at every output of every site; None where there is none."""
     outputs = [output for site in sites for output in site.outputs]
@@ -119,6 +125,7 @@ def output_gradients(
     edges = [output.edge for output in outputs]
     before = {name: (p.grad, None if p.grad is None else p.grad._version) for name, p in parameters.items()}
     grads = torch.autograd.grad([losses], edges, grad_outputs=[weights], retain_graph=retain_graph, allow_unused=True)
+    after_backward()
     _require_untouched(parameters, before)
     shaped = iter(
         None if grad is None else grad.reshape(output.shape) for grad, output in zip(grads, outputs, strict=True)

@@ -146,6 +146,7 @@ def _build(settings: Settings, task: Task, folder: RunFolder) -> Run:
         normalize=not settings.plain_steps,
         groups=settings.groups or "flat",
         physical_batch_size=settings.physical_batch_size,
+        compile=settings.compile,
         seed=settings.seed,
     )
     return Run(settings, task, model, training, folder, seeded=settings.seed is not None)

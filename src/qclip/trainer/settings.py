@@ -18,7 +18,7 @@ NOT_PRIVATE = ("exact", "rolling")
 CERTIFICATE = ("L", "sigma", "gap", "q")
 SECRET = ("seed",)
 """Not written to files that are for showing: whoever knows the seed can subtract the noise."""
-FREE_TO_MOVE = ("data_dir",)
+FREE_TO_MOVE = ("data_dir", "compile")
 """What may differ when a run is taken up again."""
 
 
@@ -76,6 +76,8 @@ class Settings:
 
     physical_batch_size: Annotated[int | None, _option("INT", "the whole step")] = None
     """The most examples that go through the model at once."""
+    compile: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Run each step as one compiled graph: faster, after a while of compiling."""
     device: Annotated[str | None, _option("DEVICE", "cuda where there is one, else cpu")] = None
     """Where to train."""
     seed: Annotated[int | None, _option("INT", "drawn anew")] = None

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qclip.engine.forms import Rows, full
+from qclip.engine.forms import Rows
+from qclip.engine.products import full
 from qclip.engine.rules.registry import Gradient, register_rule
 
 FREQUENCY = "scale_grad_by_freq=True divides by how often an id occurs in the batch, which mixes examples; turn it off"

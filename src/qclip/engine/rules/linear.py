@@ -21,8 +21,30 @@ def linear(grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = No
     rows = rows_of(grad) if weight.dim() == 2 else grad.reshape(grad.shape[0], -1, 1)  # a vector of weights: one output
     return {
         "weight": lambda: outer(rows, rows_of(input), weight.shape),
-        "bias": lambda: Dense(rows.sum(1) if bias is None or bias.dim() else rows.sum((1, 2))),
+        "bias": lambda: Dense(
+            rows.sum(1)[:, : weight.shape[0]]
+            if bias is None or bias.dim()
+            else rows.sum((1, 2))  # see `widened_linear`
+        ),
     }
+
+
+def is_ragged(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether the outputs of a large layer do not fill the 16 bytes in which a GPU's fast products want their rows."""
+    rough = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
+    native = input.is_cuda and (rough or input.dtype == weight.dtype == torch.bfloat16)
+    return native and weight.dim() == 2 and weight.shape[0] > 64 and weight.shape[0] % 8 > 0
+
+
+def widened_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The layer, as a slice of one with a few more outputs, and that one.
+
+    Behind it the gradient of the wide one is zero in the additional outputs, and every product with it is aligned:
+    those of the backward pass and those of norms and sums, without a padded copy for each.
+    """
+    missing = -weight.shape[0] % 8
+    wide = F.linear(input, F.pad(weight, (0, 0, 0, missing)), None if bias is None else F.pad(bias, (0, missing)))
+    return wide[..., : weight.shape[0]], wide
 
 
 @register_rule(torch.addmm, torch.Tensor.addmm, torch.baddbmm, torch.Tensor.baddbmm)

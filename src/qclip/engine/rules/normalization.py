@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from qclip.engine.forms import Dense, full
+from qclip.engine.forms import Dense
+from qclip.engine.products import full
 from qclip.engine.rules.registry import Gradient, register_rule
 
 

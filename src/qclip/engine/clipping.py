@@ -1,0 +1,108 @@
+"""Clipping: from what the sites contribute to norms, factors and clipped sums. Nothing here waits for the device."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qclip.engine.forms import Dense, keep_examples, square_sums
+from qclip.engine.groups import Groups
+from qclip.engine.parts import Parts, accumulator, squared_norms, weighted_sum
+from qclip.engine.products import full
+
+SMALL: Final = 2**14
+"""How many numbers a gradient that joins a bundle may have."""
+
+
+class Bundle(NamedTuple):
+    """Small gradients of one group side by side (biases, layer scales): two operations for all instead of two each."""
+
+    group: int
+    rows: Tensor
+    """[B, numbers]."""
+    lengths: Mapping[str, int]
+    """How many numbers each parameter has, in order."""
+
+
+def bundled(parts: Parts, groups: Groups) -> list[Bundle]:
+    """The small gradients that are there as such, by group and precision."""
+    found: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
+    for name, (part, *more) in ((name, each) for name, each in parts.items() if each):
+        if not more and part.source is None and isinstance(part.form, Dense):
+            rows = full(part.form.grads)
+            rows = rows.reshape(len(rows), rows.shape[1:].numel())
+            if rows.shape[1] <= SMALL:
+                found.setdefault((groups.members[name], rows.dtype), {})[name] = rows
+    return [
+        Bundle(group, torch.cat(list(rows.values()), 1), {name: x.shape[1] for name, x in rows.items()})
+        for (group, _), rows in found.items()
+        if len(rows) > 1
+    ]
+
+
+class Norms(NamedTuple):
+    """The gradient norms of a batch."""
+
+    raw: Sequence[Tensor]
+    """Of each group [B], whatever came out."""
+    by_group: Tensor
+    """[B, K]; inf where an example does not count or is not finite."""
+    usable: Tensor
+    """[B]: the examples that count and are finite."""
+    finite: Tensor
+    """[B]: those that are finite, whether they count or not: the others spoil a sum even at a factor of 0."""
+
+
+def group_norms(
+    parts: Parts, bundles: Sequence[Bundle], groups: Groups, parameters: Mapping[str, Tensor], keep: Tensor
+) -> Norms:
+    """The norm of each group, over all contributions to its parameters; ``keep`` says which examples count."""
+    dtype = max((accumulator(p) for p in parameters.values()), key=lambda dtype: dtype.itemsize)
+    zero = torch.zeros(len(keep), dtype=dtype, device=keep.device)
+    squares: list[list[Tensor]] = [[zero] for _ in groups.names]
+    for bundle in bundles:
+        squares[bundle.group].append(square_sums(bundle.rows).to(dtype))
+    done = {name for bundle in bundles for name in bundle.lengths}
+    for name, found in parts.items():
+        if found and name not in done:
+            squares[groups.members[name]].append(squared_norms(found).to(dtype))
+    raw = [torch.stack(each).sum(0).sqrt() for each in squares]
+    norms = torch.stack(raw, 1)
+    finite = norms.isfinite().all(1)
+    usable = finite & keep
+    return Norms(raw, torch.where(usable[:, None], norms, torch.inf), usable, finite)
+
+
+def clip_factors(norms: Norms, limits: Tensor, *, hasty: bool = False) -> list[Tensor]:
+    """For each group, what each example's gradients are multiplied by [B], so that none exceeds the limit, [K].
+
+    Hasty ones look at one group only, so that its sum need not wait for the norms of others: they hold where all
+    examples are finite.
+    """
+    factors = [(limits[k] / raw).clamp(max=1) for k, raw in enumerate(norms.raw)]
+    return factors if hasty else [torch.where(norms.usable, factor, 0) for factor in factors]
+
+
+def clipped_sums(
+    parts: Parts,
+    bundles: Sequence[Bundle],
+    factors: Sequence[Tensor],
+    groups: Groups,
+    parameters: Mapping[str, Tensor],
+    mask: Tensor | None,
+) -> dict[str, Tensor]:
+    """Each parameter's sum over examples times their factors; without a ``mask`` everything must be finite."""
+    sums: dict[str, Tensor] = {}
+    for bundle in bundles:
+        rows = bundle.rows if mask is None else keep_examples(bundle.rows, mask)
+        total = factors[bundle.group].to(rows.dtype) @ rows
+        pieces = total.split(list(bundle.lengths.values()))
+        sums |= {
+            name: piece.to(accumulator(parameters[name])).view(parameters[name].shape)
+            for name, piece in zip(bundle.lengths, pieces, strict=True)
+        }
+    for name in parameters:
+        if name not in sums:
+            sums[name] = weighted_sum(name, parts[name], factors[groups.members[name]], mask, parameters)
+    return {name: sums[name] for name in parameters}

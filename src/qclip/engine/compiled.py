@@ -1,0 +1,354 @@
+"""The compiled driver: the whole physical step as one compiled graph for each kind of batch.
+
+The first batch of a kind is proven on a few of its examples by the eager driver, traced (`qclip.engine.graph`) and
+compiled; the compiled step must then give the norms that the eager one gave, and leave an example's norm alone when
+others are replaced. What cannot be traced runs eager, and says why once.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from operator import is_
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from qclip import _validate as check
+from qclip.engine import batch as batches
+from qclip.engine import checks
+from qclip.engine.checks import Evaluate
+from qclip.engine.engine import Choice, Engine
+from qclip.engine.graph import inputs_of, model_tensors, trace
+from qclip.engine.plan import Plan
+from qclip.engine.proof import PROOFS, halves, replacement
+from qclip.engine.randomness import RandomState
+from qclip.engine.refusal import Refusal
+from qclip.engine.replay import Replay
+from qclip.engine.result import ClippedGradients
+
+MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+"""Those of `torch.compile`; "reduce-overhead" and "max-autotune" replay CUDA graphs."""
+PROVEN: Final = 5
+"""How many examples a kind of batch is proven on: few, to be quick, and no multiple or part of usual lengths."""
+UNPROVEN: Final = (
+    "the first examples do not prove which rows are whose: some gradient is zero, not finite or in no one's"
+)
+
+Outputs = tuple[list[Tensor], Tensor, Tensor, Tensor]
+Announce = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass(eq=False)
+class Step:
+    """A compiled physical step."""
+
+    run: Callable[[Sequence[Tensor]], Outputs]
+    plan: Plan
+    uses: int = 0
+
+
+class Trial(NamedTuple):
+    """What a step gave when it was tried."""
+
+    sums: list[Tensor]
+    norms: Tensor
+    """[B, K]."""
+    losses: Tensor
+    """[B, 1]."""
+    random: bool
+    """Whether it drew random numbers."""
+
+
+class Tensors(NamedTuple):
+    """The parameters and buffers of a model, as they were found."""
+
+    found: list[Tensor]
+    kinds: tuple[Any, ...]
+    """Their shapes, strides, precisions and flags."""
+    tensors: list[Tensor]
+    """In the order of a graph's inputs."""
+
+
+class Compiled:
+    """Clipped gradient sums of an engine's model, by compiled steps.
+
+    ``mode`` is one of torch.compile's, or True for the one that suits the device: CUDA graphs on a GPU. Batches of
+    fewer than ``slots`` examples are padded to as many, so that one compiled step serves them all. ``announce`` is
+    told when a step is being compiled, which takes from seconds to minutes.
+
+    With CUDA graphs the sums of a result are overwritten by the next step: copy what is to be kept.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        mode: str | Literal[True] = True,
+        *,
+        slots: int | None = None,
+        announce: Announce = nullcontext,
+    ) -> None:
+        self.engine = engine
+        suited = "reduce-overhead" if engine.device.type == "cuda" else "default"
+        self._mode = check.choice("compile", suited if isinstance(mode, bool) else mode, MODES)
+        self._slots = slots
+        self._announce = announce
+        self._steps: dict[Any, Step | str] = {}
+        self._said: set[str] = set()
+        self._limits: dict[tuple[float, ...], Tensor] = {}
+        self._tensors: Tensors | None = None
+
+    def clipped(
+        self, evaluate: Evaluate, batch: Any, clip_norm: Choice, *, mask: Tensor | None = None, wait: bool = True
+    ) -> ClippedGradients:
+        """As `Engine.clipped`, to rounding.
+
+        Without ``wait`` nothing waits for the device: the sums may then be spoilt by an example that is not finite,
+        until the result is `ClippedGradients.settled`.
+        """
+        engine = self.engine
+        if callable(clip_norm):
+            self.say("the threshold looks at the batch's norms before it clips")
+            return engine.clipped(evaluate, batch, clip_norm, mask=mask)
+        thresholds = engine.groups.thresholds(clip_norm)
+        count = batches.size(batch, mask)
+        if count == 0:
+            return engine.clipped(evaluate, batch, clip_norm, mask=mask)
+        if torch.is_inference_mode_enabled():
+            raise Refusal("no gradients in inference mode; leave torch.inference_mode() for training")
+        checks.require_inputs(batch)
+        keep = batches.full_mask(count, mask, engine.device)
+        padded, counted = _padded(batch, keep, max(count, self._slots or 0))
+        step = self._step(evaluate, padded, counted)
+        if isinstance(step, str):
+            self.say(step)
+            return engine.clipped(evaluate, batch, clip_norm, mask=mask)
+        result = self._run(step, padded, counted, thresholds, keep)
+        return result.settled() if wait else result
+
+    def _run(
+        self, step: Step, batch: Any, counted: Tensor, thresholds: tuple[float, ...], keep: Tensor
+    ) -> ClippedGradients:
+        """The result for the examples ``keep`` of a padded batch."""
+        drawn_from = RandomState.now(self.engine.device)
+        sums, by_group, losses, finite = self._outputs(step, batch, counted, thresholds)
+        count, usable = len(keep), finite & counted
+        result = ClippedGradients.of({}, by_group[:count].clone(), thresholds, losses[:count].clone(), keep)
+        result = replace(result, borrowed=isinstance(step.run, Replay))
+
+        def repaired() -> ClippedGradients:
+            """With the examples that are not finite replaced by one that is, and not counted.
+
+            The others keep their random numbers: else one example would change what all of them add.
+            """
+            index = torch.arange(len(counted), device=usable.device)
+            index = torch.where(usable, index, usable.to(torch.uint8).argmax())
+            others = batches.select(batch, index, len(counted))
+            with drawn_from.replayed():
+                sums = self._outputs(step, others, counted & usable, thresholds)[0]
+            if not bool(usable.any()):
+                sums = [torch.zeros_like(value) for value in sums]
+            return replace(result, sums=self._named(sums))
+
+        return replace(result, sums=self._named(sums), clean=finite.all(), repaired=repaired)
+
+    def _named(self, sums: Sequence[Tensor]) -> dict[str, Tensor]:
+        return dict(zip(self.engine.parameters, sums, strict=True))
+
+    def _outputs(self, step: Step, batch: Any, counted: Tensor, thresholds: tuple[float, ...]) -> Outputs:
+        with torch.no_grad(), torch.autocast(self.engine.device.type, enabled=False):
+            return step.run(inputs_of(self._model().tensors, batch, counted, self._limit(thresholds)))
+
+    def _limit(self, thresholds: tuple[float, ...]) -> Tensor:
+        """The thresholds on the device; those of the last step are kept."""
+        if thresholds not in self._limits:
+            dtype = torch.promote_types(
+                torch.float32, max((p.dtype for p in self.engine.parameters.values()), key=lambda d: d.itemsize)
+            )
+            limits = torch.tensor(thresholds, dtype=dtype)
+            if self.engine.device.type == "cuda":
+                limits = limits.pin_memory()
+            self._limits = {thresholds: limits.to(self.engine.device, non_blocking=True)}
+        return self._limits[thresholds]
+
+    def _step(self, evaluate: Evaluate, batch: Any, counted: Tensor) -> Step | str:
+        """The compiled step for batches of this kind, or why there is none; its proof is repeated now and then."""
+        key = self._key(evaluate, batch)
+        step = self._steps.get(key)
+        if step is None or (isinstance(step, Step) and step.uses in PROOFS):
+            with self._undrawn():
+                step = self._built(evaluate, batch, counted, step)
+            if step != UNPROVEN:  # another batch may tell more
+                self._steps[key] = step
+        if isinstance(step, Step):
+            step.uses += 1
+        return step
+
+    def _key(self, evaluate: Evaluate, batch: Any) -> Any:
+        """What is frozen in a graph: another value means another graph."""
+        leaves, structure = pytree.tree_flatten(batch)
+        device = self.engine.device.type
+        return (
+            evaluate,
+            structure,
+            tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
+            tuple(module.training for module in self.engine.model.modules()),
+            self._model().kinds,
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+            torch.get_float32_matmul_precision(),
+            torch.backends.cudnn.allow_tf32,
+        )
+
+    def _model(self) -> "Tensors":
+        """The model's tensors; walked through with all checks only where one is new or has another shape or flag."""
+        modules = self.engine.model.modules()
+        found = [x for m in modules for each in (m._parameters, m._buffers) for x in each.values() if x is not None]
+        kinds = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in found)
+        known = self._tensors
+        if known is None or known.kinds != kinds or not all(map(is_, known.found, found)):
+            self.engine.require_same_parameters()
+            known = self._tensors = Tensors(found, kinds, model_tensors(self.engine))
+        return known
+
+    def _built(self, evaluate: Evaluate, batch: Any, counted: Tensor, known: Step | None) -> Step | str:
+        """A step, proven on a few examples of this batch; the ``known`` one if that is dealt with in the same way."""
+        count = len(counted)
+        few = min(count, PROVEN)
+        part = batches.select(batch, slice(few), count)
+        run, plan = self.engine.prove(evaluate, part, few)
+        reason = _obstacle(plan, routes=run.capture.routes)
+        if known is not None and (known.plan == plan or reason == UNPROVEN):
+            return known
+        if reason is not None:
+            return reason
+        limits = self._limit(self._ones)
+        with self._announce("compiling the private step"):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
+                    graph = trace(self.engine, run, plan, evaluate, batch, counted, limits)
+                    compiled = torch.compile(graph, fullgraph=True, dynamic=False, options=self._options())
+                    step = Step(lambda inputs: compiled(*inputs), plan)
+                    self._tried(step, batch, counted)  # compiled here
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever torch's tracers and compilers raise
+                return _in_words(error)
+            if not self._agrees(step, evaluate, batch, torch.arange(count, device=counted.device) < few):
+                return "the compiled step does not give what the eager one gives"
+            self._require_separation(step, batch, count)
+            if self.engine.device.type == "cuda" and self._mode in ("reduce-overhead", "max-autotune"):
+                step.run = Replay(step.run, fixed=len(self._model().tensors))
+        return step
+
+    def _options(self) -> dict[str, Any]:
+        """For torch.compile. CUDA graphs are replayed here, where memory can be fixed."""
+        tuned = "max-autotune-no-cudagraphs" if self._mode.startswith("max-autotune") else "default"
+        # On a CPU channels-last images would be transposed for every grouped convolution, and back.
+        return {**torch._inductor.list_mode_options(tuned), "layout_optimization": self.engine.device.type != "cpu"}
+
+    def _agrees(self, step: Step, evaluate: Evaluate, batch: Any, few: Tensor) -> bool:
+        """Whether the compiled step gives the norms and sums that the eager one gives for a few examples alone.
+
+        Not asked where random numbers are drawn: the two draw others. The norm of one example of five may differ, as
+        where another kernel's rounding makes another element the largest of its pool.
+        """
+        mine = self._tried(step, batch, few)
+        if mine.random:
+            return True
+        with self._undrawn():
+            part = batches.select(batch, few, len(few))
+            theirs = self.engine.clipped(evaluate, part, self._ones, mask=few[few])
+        tolerance = self._tolerance(1e-3, 5e-2)
+        differ = _differ(mine.norms[few], theirs.group_norms, tolerance)
+        if bool(differ.any()) or not bool(theirs.norms.isfinite().all()):
+            return int(differ.sum()) <= len(differ) // 5
+        apart = [torch.linalg.vector_norm(a - b) for a, b in zip(mine.sums, theirs.sums.values(), strict=True)]
+        room = tolerance * theirs.norms.clamp(max=theirs.l2_bound).sum()
+        return bool(torch.linalg.vector_norm(torch.stack(apart)) <= room)
+
+    def _require_separation(self, step: Step, batch: Any, count: int) -> None:
+        """Refuse a model in which replacing some of all examples changes the norms or losses of others."""
+        everyone = torch.ones(count, dtype=torch.bool, device=self.engine.device)
+        before = self._tried(step, batch, everyone)
+        tolerance = self._tolerance(1e-4, 1e-2)
+        for half in halves(count, before.norms[:, 0]):
+            stay = half != 0
+            after = self._tried(step, batches.select(batch, replacement(stay), count), everyone)
+            for a, b in ((before.norms, after.norms), (before.losses, after.losses)):
+                if bool(_differ(a[stay], b[stay], tolerance).any()):
+                    raise Refusal("examples mix: replacing some of them changed the losses or gradient norms of others")
+
+    def _tried(self, step: Step, batch: Any, counted: Tensor) -> "Trial":
+        """What a step gives, at thresholds of 1; each trial starts from the same random numbers and buffers."""
+        with self._undrawn() as state:
+            sums, norms, losses, _ = self._outputs(step, batch, counted, self._ones)
+            return Trial([x.clone() for x in sums], norms.clone(), losses.clone()[:, None], not state.unmoved())
+
+    @property
+    def _ones(self) -> tuple[float, ...]:
+        return tuple(1.0 for _ in self.engine.groups.names)
+
+    def _tolerance(self, single: float, half: float) -> float:
+        device = self.engine.device.type
+        halved = any(p.dtype == torch.bfloat16 for p in self.engine.parameters.values())
+        tf32 = device == "cuda" and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
+        return half if halved or tf32 or torch.is_autocast_enabled(device) else single
+
+    def say(self, reason: str) -> None:
+        """Warn that a step runs eager, once for each reason."""
+        if reason not in self._said:
+            self._said.add(reason)
+            warnings.warn(f"not compiled, runs eager: {reason}", stacklevel=4)
+
+    @contextmanager
+    def _undrawn(self) -> Iterator[RandomState]:
+        """Proofs and trials leave generators and buffers as they were: a resumed run makes them again."""
+        state = RandomState.now(self.engine.device)
+        moving = self.engine.data_independent
+        buffers = [(x, x.detach().clone()) for _, x in self.engine.model.named_buffers()] if moving else []
+        try:
+            yield state
+        finally:
+            state.restore()
+            for x, before in buffers:
+                x.data.copy_(before)
+
+
+def _padded(batch: Any, keep: Tensor, slots: int) -> tuple[Any, Tensor]:
+    """The batch with its first example repeated up to ``slots``, and which of them count."""
+    count = len(keep)
+    if count == slots:
+        return batch, keep
+    index = torch.arange(slots, device=keep.device)
+    real = index < count
+    index = torch.where(real, index, 0)
+    return batches.select(batch, index, count), keep[index] & real
+
+
+def _obstacle(plan: Plan, *, routes: bool) -> str | None:
+    """Why a plan cannot be carried out by one graph."""
+    if routes:
+        return "data decide which rows of the batch go where, so ownership is proven at every step"
+    if not plan.proven:
+        return UNPROVEN
+    if plan.whole:
+        return f"gradients of the whole model, example by example, are needed for {plan.why}"
+    return None
+
+
+def _in_words(error: Exception) -> str:
+    inner = getattr(error, "inner_exception", error)  # of torch's compilers
+    lines = str(inner).strip().splitlines()
+    return f"{type(inner).__name__}: {lines[0]}" if lines else type(inner).__name__
+
+
+def _differ(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
+    """[B]: where norms [B, K] differ by more than rounding, or only one of them is finite."""
+    both = a.isfinite() & b.isfinite()
+    apart = torch.where(both, a - b, 0).abs() > tolerance * torch.linalg.vector_norm(
+        torch.where(both, a, 0) + torch.where(both, b, 0), dim=1, keepdim=True
+    )
+    return (apart | (a.isfinite() != b.isfinite())).any(1)

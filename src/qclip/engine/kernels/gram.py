@@ -1,0 +1,175 @@
+# ruff: noqa: ANN202, ARG001 - what Triton compiles has no types; a fake has the signature of its operator
+"""Squared norms from Gram products, without writing the Gram matrices.
+
+Example b's gradient is ``left[b].mT @ right[b]``; its squared norm is the sum over s and t of
+``(left_s . left_t)(right_s . right_t)``. Both factors are T x T and symmetric. The kernel computes them tile by tile,
+multiplies, and writes one number per tile; tiles above the diagonal are not computed, those below count twice.
+
+Shapes: B examples, T positions, M and N the two sides of a weight.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qclip.engine.kernels import installed, usable
+from qclip.engine.products import aligned, full, is_half, product
+
+if installed():
+    import triton
+    import triton.language as tl
+else:
+    triton = None
+
+
+def gram_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The squared norms [B], unrounded upwards, and the summed lengths of the outer products [B], at least float32.
+
+    ``left`` is [B, T, M] and ``right`` [B, T, N]. Their last dimension should have stride 1, or they are copied. Rows
+    that start at multiples of 16 bytes load several times faster than others: pad the last dimension with zeros where
+    that is free.
+
+    >>> gram_squares(torch.ones(1, 2, 3), torch.ones(1, 2, 5))
+    (tensor([60.]), tensor([7.7460]))
+    """
+    squares, sizes = squares_and_sizes(left, right).unbind()
+    return squares, sizes
+
+
+def twin(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in plain torch, from whole Gram matrices."""
+    left, right = aligned(left, positions=True), aligned(right, positions=True)
+    lefts, rights = product(left, left.mT), product(right, right.mT)
+    sizes = (lefts.diagonal(dim1=1, dim2=2) * rights.diagonal(dim1=1, dim2=2)).clamp(min=0).sqrt().sum(1)
+    return (lefts * rights).sum((1, 2)), sizes
+
+
+def wins(positions: int, m: int, n: int) -> bool:
+    """Whether the kernel was measured to be faster than two whole Gram matrices."""
+    return max(m, n) <= 2**13 and positions > 128 and (positions >= 1024 or positions % 64 > 0)
+
+
+@torch.library.custom_op("qclip::gram_squares", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+def squares_and_sizes(left: Tensor, right: Tensor) -> Tensor:
+    """Both results of `gram_squares`, as [2, B]: one opaque node of a traced graph."""
+    return launch(left, right) if usable(left, right) else torch.stack(twin(left, right))
+
+
+@squares_and_sizes.register_fake
+def _(left: Tensor, right: Tensor) -> Tensor:
+    return full(left.new_empty((2, left.shape[0])))
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the work is cut: tiles of ``positions`` x ``positions``, summed over ``depth`` numbers at a time."""
+
+    positions: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def tiling(positions: int, dtype: torch.dtype) -> Tiling:
+    """What suits so many positions: no more padding than needed, and enough programs for all of a GPU."""
+    if dtype == torch.float32:  # no matrix units: accumulators and operands compete for registers
+        return Tiling(32, 32, 4, 2)
+    if positions <= 32:
+        return Tiling(16 if positions <= 16 else 32, 64, 4, 3)
+    return Tiling(64, 64, 4, 4) if positions <= 256 else Tiling(128, 64, 8, 3)
+
+
+def launch(left: Tensor, right: Tensor, cut: Tiling | None = None) -> Tensor:
+    """Run the kernel: [2, B]. Partial sums are added up in a fixed order, so that results repeat."""
+    left, right = (x if x.stride(2) == 1 else x.contiguous() for x in (left, right))
+    count, positions, _ = left.shape
+    cut = cut or tiling(positions, left.dtype)
+    tiles = -(-positions // cut.positions)
+    pairs = tiles * (tiles + 1) // 2
+    partial = torch.empty(2, count, pairs, dtype=torch.float32, device=left.device)
+    tile: Any = _tile  # a launch takes options that are no parameters
+    with torch.cuda.device_of(left):
+        tile[(count * pairs,)](
+            *(left, *_steps(left), right, *_steps(right)),
+            *(partial, positions, pairs, count * pairs),
+            *(left.shape[2], _alignment(left), right.shape[2], _alignment(right)),
+            *(cut.positions, cut.depth),
+            num_warps=cut.warps,
+            num_stages=cut.stages,
+        )
+    return partial.sum(2)
+
+
+def _alignment(x: Tensor) -> int:
+    """How many numbers every row's start is a multiple of: 16 bytes' worth, or 1."""
+    vector = 8 if is_half(x) else 4
+    return vector if x.stride(0) % vector == 0 and x.stride(1) % vector == 0 else 1
+
+
+def _steps(x: Tensor) -> tuple[int, int]:
+    """From one example to the next and from one position to the next, in units of the alignment."""
+    return x.stride(0) // _alignment(x), x.stride(1) // _alignment(x)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _tile(
+        left,
+        left_example,
+        left_row,
+        right,
+        right_example,
+        right_row,
+        partial,
+        positions,
+        pairs,
+        programs,
+        M: tl.constexpr,
+        LEFT_ALIGNED: tl.constexpr,
+        N: tl.constexpr,
+        RIGHT_ALIGNED: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+    ):
+        """One tile of one example's two Gram matrices, multiplied and summed; tile (i, j) with i >= j."""
+        program = tl.program_id(0)
+        pair = program % pairs
+        example = (program // pairs).to(tl.int64)
+        i = ((tl.sqrt_rn(8.0 * pair.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+        j = pair - i * (i + 1) // 2
+        # Multiplying by a constant tells the compiler that rows are aligned, so that it loads 16 bytes at once.
+        left += example * (left_example * LEFT_ALIGNED)
+        right += example * (right_example * RIGHT_ALIGNED)
+        lefts = _gram(left, left_row * LEFT_ALIGNED, i, j, positions, M, BLOCK_T, BLOCK_K)
+        rights = _gram(right, right_row * RIGHT_ALIGNED, i, j, positions, N, BLOCK_T, BLOCK_K)
+        both = lefts * rights
+        here = tl.arange(0, BLOCK_T)
+        diagonal = (here[:, None] == here[None, :]) & (i == j)
+        sizes = tl.sqrt(tl.maximum(tl.sum(tl.where(diagonal, both, 0.0), 1), 0.0))
+        tl.store(partial + program, tl.sum(both) * tl.where(i == j, 1.0, 2.0))
+        tl.store(partial + programs + program, tl.sum(sizes))
+
+    @triton.jit
+    def _gram(x, row, i, j, positions, K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
+        """Tile (i, j) of ``x @ x.mT``; zero beyond the last position."""
+        s = i * BLOCK_T + tl.arange(0, BLOCK_T)
+        t = j * BLOCK_T + tl.arange(0, BLOCK_T)
+        k = tl.arange(0, BLOCK_K)
+        at_s = x + s.to(tl.int64)[:, None] * row + k[None, :]
+        at_t = x + t.to(tl.int64)[:, None] * row + k[None, :]
+        is_s, is_t = (s < positions)[:, None], (t < positions)[:, None]
+        found = tl.zeros((BLOCK_T, BLOCK_T), dtype=tl.float32)
+        for start in range(0, K // BLOCK_K * BLOCK_K, BLOCK_K):
+            a = tl.load(at_s + start, mask=is_s, other=0.0)
+            b = tl.load(at_t + start, mask=is_t, other=0.0)
+            found = tl.dot(a, tl.trans(b), found, input_precision="ieee")
+        if K % BLOCK_K > 0:  # apart, because a mask along a row makes its loads narrow
+            end = K // BLOCK_K * BLOCK_K
+            is_k = (end + k < K)[None, :]
+            a = tl.load(at_s + end, mask=is_s & is_k, other=0.0)
+            b = tl.load(at_t + end, mask=is_t & is_k, other=0.0)
+            found = tl.dot(a, tl.trans(b), found, input_precision="ieee")
+        return found

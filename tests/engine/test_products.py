@@ -1,0 +1,216 @@
+"""Native 16-bit products: what is added for an example is never longer than its norm times its factor.
+
+The CPU stands for a device that multiplies bfloat16 numbers as they are: what makes a difference is where numbers are
+rounded, and that is the same.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from qclip.engine import forms, products
+from qclip.engine.forms import Dense, Outer, Rows, joint_squared_norms
+
+SLACK = 1 + 1e-5
+"""Rounding of float32, as in test_sensitivity.py."""
+
+
+def is_native(x):
+    return x.dtype == torch.bfloat16
+
+
+def exact_product(multiply):
+    """With the precision of the result as an option, which not every device has."""
+
+    def wrapped(left, right, *, out_dtype=None):
+        return multiply(left, right) if out_dtype is None else multiply(left.to(out_dtype), right.to(out_dtype))
+
+    return wrapped
+
+
+@pytest.fixture(autouse=True)
+def native(monkeypatch):
+    monkeypatch.setattr(products, "is_native", is_native)
+    monkeypatch.setattr(forms, "is_native", is_native)
+    monkeypatch.setattr(forms, "wins", lambda *shape: False)
+    for name in ("mm", "bmm"):
+        monkeypatch.setattr(torch, name, exact_product(getattr(torch, name)))
+
+
+def bf16(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).bfloat16()
+
+
+def outer(count, positions, m, n, groups=1, seed=0):
+    left, right = bf16(count, groups, positions, m, seed=seed), bf16(count, groups, positions, n, seed=seed + 1)
+    shape = torch.Size([m, n]) if groups == 1 else torch.Size([groups, m, n])
+    return Outer(left, right, shape)
+
+
+def cancelling(count, m, n, seed=0):
+    """Two positions whose products nearly cancel."""
+    left, right = bf16(count, 1, 1, m, seed=seed), bf16(count, 1, 1, n, seed=seed + 1)
+    off = (right.float() * (1 + 0.01 * bf16(count, 1, 1, n, seed=seed + 2).float())).bfloat16()
+    return Outer(torch.cat([left, -left], 2), torch.cat([right, off], 2), torch.Size([m, n]))
+
+
+def true_grads(form: Outer) -> Tensor:
+    return (form.left.double().mT @ form.right.double()).view(-1, *form.shape)
+
+
+def single(form, b):
+    return type(form)(form.left[b : b + 1], form.right[b : b + 1], form.shape)
+
+
+METHODS = {
+    "chosen": lambda form: form.squared_norms(),
+    "gram": lambda form: form.gram_norms(),
+    "direct": lambda form: form.direct_norms(),
+}
+SHAPES = [
+    pytest.param((3, 1, 9, 7), id="one position"),
+    pytest.param((4, 5, 9, 7), id="odd sizes"),
+    pytest.param((17, 8, 16, 24), id="aligned"),
+    pytest.param((3, 40, 6, 5), id="many positions"),
+    pytest.param((2, 6, 5, 11, 3), id="groups"),
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_norms_are_from_above_and_close(shape, method):
+    form = outer(*shape)
+    norms = METHODS[method](form).sqrt().double()
+    truth = torch.linalg.vector_norm(true_grads(form).flatten(1), dim=1)
+    assert norms.dtype == torch.float64
+    assert (norms >= truth).all()
+    assert (norms <= 1.03 * truth).all()
+
+
+def assert_bounded(form, norms, tries=20):
+    """For many factors and every example by itself."""
+    factors = 10.0 ** torch.empty(tries).uniform_(-4, 0, generator=torch.Generator().manual_seed(7))
+    for b in range(form.examples):
+        alone = single(form, b)
+        for c in factors:
+            added = alone.weighted_sum(c[None])
+            assert added.dtype == torch.float32
+            length = torch.linalg.vector_norm(added.double())
+            assert length <= c.double() * norms[b] * SLACK
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_example_adds_more_than_its_norm(shape, method):
+    form = outer(*shape, seed=3)
+    assert_bounded(form, METHODS[method](form).sqrt().double())
+
+
+@pytest.mark.parametrize("method", ["gram", "direct"])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_example_adds_more_than_its_norm_where_positions_cancel(seed, method):
+    """A scaled factor is rounded, and what is left of two that cancel is of that size."""
+    form = cancelling(6, 16, 24, seed=seed)
+    norms = METHODS[method](form).sqrt().double()
+    assert_bounded(form, norms)
+    truth = torch.linalg.vector_norm(true_grads(form).flatten(1), dim=1)
+    assert (norms >= truth).all()
+
+
+def test_room_is_needed_where_positions_cancel():
+    """Without it some example would add more than its norm: the tests above can fail."""
+    longest = 0.0
+    for seed in range(5):
+        form = cancelling(6, 16, 24, seed=seed)
+        truth = torch.linalg.vector_norm(true_grads(form).flatten(1), dim=1)
+        for b in range(6):
+            for c in torch.linspace(0.01, 0.99, 15):
+                added = torch.linalg.vector_norm(single(form, b).weighted_sum(c[None]).double())
+                longest = max(longest, float(added / (c.double() * truth[b])))
+    assert longest > SLACK
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kept_gradients_are_summed_as_they_are_measured(shape):
+    form = outer(*shape).kept()
+    assert form.grads.dtype == torch.bfloat16
+    norms = form.squared_norms().sqrt().double()
+    truth = torch.linalg.vector_norm(true_grads(outer(*shape)).flatten(1), dim=1)
+    torch.testing.assert_close(norms, truth, rtol=0.02, atol=0)
+    for b in range(len(form.grads)):
+        for c in (1.0, 0.37, 3e-3):
+            added = Dense(form.grads[b : b + 1]).weighted_sum(torch.tensor([c]))
+            assert torch.linalg.vector_norm(added.double()) <= c * norms[b] * SLACK
+
+
+@pytest.mark.parametrize("count", [1, 2, 16, 17, 40])
+@pytest.mark.parametrize("shape", [(8,), (5,), (3, 7), (4, 2, 3)], ids=str)
+def test_native_rows_are_summed_in_full_precision(count, shape):
+    """No factor is rounded to 16 bits: the sum is float32's."""
+    rows = bf16(count, *shape)
+    factors = torch.linspace(0.1, 0.9, count) ** 3
+    found = Dense(rows).weighted_sum(factors)
+    truth = torch.einsum("b,b...->...", factors.double(), rows.double())
+    assert found.shape == shape
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-5)
+
+
+def test_kept_examples_together_stay_within_their_bounds():
+    """With more than 16 rows the sum is one product: what one example adds to it is still bounded."""
+    rows = bf16(33, 12, 5)
+    norms = Dense(rows).squared_norms().sqrt().double()
+    factors = (0.5 / norms).clamp(max=1).float()
+    full = Dense(rows).weighted_sum(factors).double()
+    for gone in (0, 7, 32):
+        less = Dense(rows).weighted_sum(factors.index_fill(0, torch.tensor(gone), 0)).double()
+        assert torch.linalg.vector_norm(full - less) <= 0.5 * SLACK
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_are_close_to_the_true_ones(shape):
+    form = outer(*shape)
+    factors = torch.linspace(0.2, 0.8, shape[0])
+    truth = torch.einsum("b,b...->...", factors.double(), true_grads(form))
+    found = form.weighted_sum(factors).double()
+    assert found.shape == truth.shape
+    assert torch.linalg.vector_norm(found - truth) <= 0.01 * torch.linalg.vector_norm(truth)
+
+
+def test_padding_for_alignment_is_cut_off():
+    """As behind a widened layer: more outputs than the parameter has, all zero."""
+    count, positions, m, n = 4, 6, 5, 9
+    plain = outer(count, positions, m, n)
+    wide = Outer(torch.nn.functional.pad(plain.left, (0, 3)), plain.right, plain.shape)
+    factors = torch.linspace(0.2, 0.8, count)
+    torch.testing.assert_close(wide.weighted_sum(factors), plain.weighted_sum(factors))
+    torch.testing.assert_close(wide.dense(), plain.dense())
+    torch.testing.assert_close(wide.kept().grads, plain.kept().grads)
+    for method in METHODS.values():
+        torch.testing.assert_close(method(wide), method(plain), rtol=1e-5, atol=0)
+
+
+def test_an_embedding_tied_to_a_native_head():
+    count, positions, words, width = 3, 4, 11, 6
+    head = outer(count, positions, words, width)
+    ids = torch.randint(words, (count, positions), generator=torch.Generator().manual_seed(1))
+    table = Rows(ids, bf16(count, positions, width, seed=5), torch.Size([words, width]))
+    norms = joint_squared_norms(head, table).sqrt().double()
+    truth = torch.linalg.vector_norm((true_grads(head) + table.dense().double()).flatten(1), dim=1)
+    assert (norms >= truth).all()
+    assert (norms <= 1.05 * truth).all()
+    for b in range(count):
+        for c in (1.0, 0.61, 0.013):
+            factor = torch.tensor([c])
+            rows = Rows(ids[b : b + 1], table.grads[b : b + 1], table.shape)
+            added = single(head, b).weighted_sum(factor) + rows.weighted_sum(factor)
+            assert torch.linalg.vector_norm(added.double()) <= c * norms[b] * SLACK
+
+
+def test_float16_is_converted():
+    form = Outer(bf16(3, 1, 4, 5).half(), bf16(3, 1, 4, 7).half(), torch.Size([5, 7]))
+    assert form.kept().grads.dtype == torch.float32
+    factors = torch.full((3,), 1e-6)
+    truth = 1e-6 * true_grads(form).sum(0)
+    torch.testing.assert_close(form.weighted_sum(factors).double(), truth, rtol=1e-3, atol=0)

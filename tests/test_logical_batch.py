@@ -1,0 +1,108 @@
+"""A logical batch whose parts nobody has looked at yet: sums that are spoilt are computed again, once."""
+
+import pytest
+import torch
+
+from qclip.engine import ClippedGradients
+from qclip.logical_batch import LogicalBatch
+from qclip.thresholds import Question
+from qclip.thresholds.threshold import Count
+
+MEMBERS = {"w": 0}
+
+
+def part(value, *, clean=None, repaired=None, borrowed=False, memory=None):
+    """A physical batch of two examples whose sum is one number, repeated."""
+    w = torch.full((3,), float(value)) if memory is None else memory
+    norms, mask = torch.tensor([[0.5], [2.0]]), torch.ones(2, dtype=torch.bool)
+    found = ClippedGradients.of({"w": w}, norms, (1.0,), torch.zeros(2), mask)
+    calls = []
+
+    def repair():
+        calls.append(value)
+        return ClippedGradients.of({"w": torch.full((3,), float(repaired))}, norms, (1.0,), torch.zeros(2), mask)
+
+    known = {} if clean is None else {"clean": torch.tensor(clean), "repaired": repair}
+    result = ClippedGradients(**{**vars(found), **known, "borrowed": borrowed})
+    return result, calls
+
+
+def batch(question=None):
+    return LogicalBatch((1.0,), question or Question(), keep_norms=False)
+
+
+def total(logical):
+    return logical.gradient(MEMBERS).tensors["w"]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_clean_parts_are_added_as_they_are(parts):
+    logical = batch()
+    made = [part(k + 1, clean=True, repaired=100) for k in range(parts)]
+    for k, (gradients, _) in enumerate(made):
+        logical.add(gradients, 2, last=k == parts - 1)
+    assert torch.equal(total(logical), torch.full((3,), float(sum(range(parts + 1)))))
+    assert not any(calls for _, calls in made)
+
+
+@pytest.mark.parametrize("spoilt", [0, 1, 2])
+def test_one_spoilt_part_is_repaired(spoilt):
+    """Nothing of NaN is left, whichever part it was in."""
+    logical = batch()
+    values = [torch.nan if k == spoilt else k + 1 for k in range(3)]
+    for k, value in enumerate(values):
+        gradients, _ = part(value, clean=k != spoilt, repaired=10 * (k + 1))
+        logical.add(gradients, 2, last=k == 2)
+    assert torch.equal(total(logical), torch.full((3,), 60.0))  # computed again by the same rule, all of them
+    assert torch.equal(total(logical), torch.full((3,), 60.0))  # and not a second time
+
+
+def test_parts_that_are_known_follow_those_that_are_not():
+    """As where one part ran eager: what came before is settled first."""
+    logical = batch()
+    logical.add(part(torch.nan, clean=False, repaired=5)[0], 2)
+    logical.add(part(2)[0], 2)
+    gradients, calls = part(torch.nan, clean=False, repaired=30)
+    logical.add(gradients, 2)
+    clean, unneeded = part(400, clean=True, repaired=1)
+    logical.add(clean, 2, last=True)
+    assert torch.equal(total(logical), torch.full((3,), 437.0))
+    assert len(calls) == 1
+    assert not unneeded
+
+
+def test_memory_that_the_next_step_overwrites_is_copied():
+    memory = torch.full((3,), 1.0)
+    logical = batch()
+    logical.add(part(1, clean=True, repaired=0, borrowed=True, memory=memory)[0], 2)
+    memory.fill_(2.0)
+    logical.add(part(2, clean=True, repaired=0, borrowed=True, memory=memory)[0], 2, last=True)
+    memory.fill_(torch.nan)
+    assert torch.equal(total(logical), torch.full((3,), 3.0))
+
+
+def test_counts_do_not_wait():
+    """They come from norms, which are right whether the sums are or not."""
+    logical = batch(Question(count=Count(radii=((1.0,),), centre=0.0)))
+    for k in range(3):
+        logical.add(part(torch.nan, clean=False, repaired=1)[0], 2, last=k == 2)
+    counts = logical.counts()
+    assert counts is not None
+    assert counts.tensors["counts"].tolist() == [[3.0]]
+    assert not logical.hopeless
+
+
+def test_nobody_is_finite():
+    logical = batch()
+    norms = torch.full((2, 1), torch.inf)
+    found = ClippedGradients.of({"w": torch.zeros(3)}, norms, (1.0,), torch.zeros(2), torch.ones(2, dtype=torch.bool))
+    logical.add(found, 2, last=True)
+    assert logical.hopeless
+
+
+def test_parts_are_clipped_alike():
+    logical = batch()
+    logical.add(part(1)[0], 2)
+    other = ClippedGradients(**{**vars(part(1)[0]), "clip_norms": (2.0,)})
+    with pytest.raises(AssertionError, match="clipped at other norms"):
+        logical.add(other, 2)

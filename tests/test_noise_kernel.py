@@ -1,0 +1,167 @@
+"""The noise kernel, in Triton's interpreter: Gaussian, of the stated size, rounded after it was added.
+
+The interpreter must be switched on before Triton is imported, which other tests may have done in this process: so the
+kernel runs in another one, kept for all tests of this module.
+"""
+
+import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from qclip import mechanism, noise_kernel
+
+N = 70_001
+"""Not a whole number of blocks."""
+
+
+@pytest.fixture(scope="module")
+def interpreter():
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with pytest.MonkeyPatch.context() as patch:  # inherited by the process, which starts with its first task
+            patch.setenv("TRITON_INTERPRET", "1")
+            pool.submit(torch.set_num_threads, 1).result(timeout=300)
+        yield lambda *args: pool.submit(launched, *args).result(timeout=300)
+
+
+def launched(raws, stds, scale, seed, dtype, aligned=True):
+    """What the kernel gives for these sums, as float32 arrays."""
+    rows, starts, total = noise_kernel._table(tuple(raw.numel() for raw in raws), torch.device("cpu"))
+    memory = torch.full((total,), torch.nan, dtype=dtype)
+    addresses = torch.tensor([raw.data_ptr() for raw in raws])
+    arguments = rows, addresses, torch.tensor(stds), memory, torch.tensor([seed]), scale
+    noise_kernel._add_noise[(len(rows),)](*arguments, ALIGNED=aligned, BLOCK=noise_kernel.BLOCK)
+    parts = [memory[start : start + raw.numel()] for start, raw in zip(starts, raws, strict=True)]
+    return [part.float().numpy() for part in parts]
+
+
+@pytest.fixture(scope="module")
+def noise(interpreter):
+    """Standard normal numbers, for a few seeds, one of them negative."""
+    return [interpreter([torch.zeros(N)], [1.0], 1.0, seed, torch.float32)[0] for seed in (-123456789012345, 7, 2**40)]
+
+
+def test_the_noise_is_gaussian(noise):
+    for sample in noise:
+        # Each line fails about one seed in 2e6, or 1e4 for the last.
+        assert abs(sample.mean()) < 5 / math.sqrt(N)
+        assert abs(sample.std() - 1) < 5 / math.sqrt(2 * N)
+        assert abs((sample.astype(np.float64) ** 4).mean() - 3) < 5 * math.sqrt(96 / N)
+        assert stats.kstest(sample, "norm").pvalue > 1e-4
+        assert np.abs(sample).max() < 6.8  # sqrt(66 log 2), the largest that 2^-33 gives
+
+
+def test_blocks_and_neighbours_are_independent(noise):
+    block, sample = noise_kernel.BLOCK, noise[0]
+    for lag in (1, 2, block, 2 * block, 3 * block, 4 * block):
+        a, b = sample[lag:], sample[:-lag]
+        for f in (lambda x: x, np.square):  # the two numbers of a Box-Muller pair share their radius's word
+            assert abs(np.corrcoef(f(a), f(b))[0, 1]) < 5 / math.sqrt(len(a))  # each fails one seed in 2e6
+    assert len(np.unique(sample)) > 0.99 * N
+
+
+def test_seeds_give_other_noise_and_the_same_one_the_same(noise, interpreter):
+    for a, b in [(0, 1), (0, 2), (1, 2)]:
+        assert abs(np.corrcoef(noise[a], noise[b])[0, 1]) < 5 / math.sqrt(N)  # fails one seed in 2e6
+    (again,) = interpreter([torch.zeros(N)], [1.0], 1.0, 7, torch.float32)
+    assert np.array_equal(again, noise[1])
+
+
+def test_each_tensor_gets_its_own_scale(interpreter):
+    raws = [torch.full((N,), 4.0), torch.ones(3, 5) * 7, torch.arange(5000.0)]
+    first, second, third = interpreter(raws, [2.0, 0.0, 0.5], 0.5, 3, torch.float32)
+    # Each fails about one seed in 2e6.
+    assert abs(first.mean() - 2) < 5 * 2 / math.sqrt(N)
+    assert first.std() == pytest.approx(2, rel=5 / math.sqrt(2 * N))
+    assert np.array_equal(second, np.full(15, 3.5, dtype=np.float32))
+    residue = third - 0.5 * np.arange(5000)
+    assert residue.std() == pytest.approx(0.5, rel=5 / math.sqrt(2 * 5000))
+    assert abs(np.corrcoef(first[:5000], residue)[0, 1]) < 5 / math.sqrt(5000)
+
+
+def test_rounding_comes_after_the_noise(interpreter):
+    """The sixteen bits of the result are those of the sum with its noise, not of a rounded sum or rounded noise."""
+    raws = [torch.linspace(-3, 3, 6000)]
+    (exact,) = interpreter(raws, [0.7], 0.3, 11, torch.float32)
+    (rounded,) = interpreter(raws, [0.7], 0.3, 11, torch.bfloat16)
+    nearest = torch.from_numpy(exact).bfloat16().float().numpy()
+    cut_off = (exact.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)  # what the interpreter does
+    assert ((rounded == nearest) | (rounded == cut_off)).all()
+    assert not np.array_equal(rounded, exact)
+
+
+def test_sums_may_lie_anywhere_in_memory(interpreter):
+    raws = [torch.arange(6001.0)[1:]]
+    (aligned,) = interpreter([raws[0].clone()], [0.7], 0.3, 11, torch.float32)
+    (shifted,) = interpreter(raws, [0.7], 0.3, 11, torch.float32, False)
+    assert np.array_equal(aligned, shifted)
+
+
+def test_the_table_covers_every_number_once():
+    lengths = (1, 4 * noise_kernel.BLOCK, 4 * noise_kernel.BLOCK + 1, 15, 10_000)
+    rows, starts, total = noise_kernel._table(lengths, torch.device("cpu"))
+    covered = [np.zeros(length, dtype=int) for length in lengths]
+    for tensor, at, count, target in rows.tolist():
+        covered[tensor][at : at + count] += 1
+        assert target == starts[tensor] + at
+        assert target + count <= total
+    assert all((each == 1).all() for each in covered)
+    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+    assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+
+
+def test_the_kernel_is_for_gpus():
+    assert not noise_kernel.usable([torch.zeros(3)])
+
+
+def test_the_seed_comes_from_the_generator(monkeypatch):
+    """The same state repeats it, the next call has another, and its twin on the CPU is left alone."""
+    seeds = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda rows, addresses, spreads, memory, seed, scale, **options: seeds.append(int(seed))
+
+    monkeypatch.setattr(noise_kernel, "_add_noise", Kernel(), raising=False)
+    monkeypatch.setattr(noise_kernel, "_sent", lambda values, dtype, device: torch.tensor(values, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    before = torch.get_rng_state()
+    for start in (0, 0, 1):
+        generator = torch.Generator().manual_seed(start)
+        for _ in range(2):
+            parts = noise_kernel.noisy_sums(
+                [torch.zeros(3, 2), torch.zeros(5)], [1.0, 1.0], 1.0, generator, torch.float32
+            )
+            assert [part.shape for part in parts] == [(3, 2), (5,)]
+            versions = [part._version for part in parts]
+            parts[0].add_(1)
+            assert parts[1]._version == versions[1]
+    assert seeds[:2] == seeds[2:4]
+    assert len(set(seeds)) == 4
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_release_asks_the_kernel_where_it_is_usable(monkeypatch):
+    """With the same numbers as its twin: the deviation and the factor of each tensor."""
+    asked = []
+
+    def noisy_sums(raws, stds, scale, generator, dtype):
+        asked.append((len(raws), tuple(stds), scale, dtype))
+        return [raw.to(dtype) for raw in raws]
+
+    monkeypatch.setattr(noise_kernel, "usable", lambda raws: all(raw.dtype == torch.float32 for raw in raws))
+    monkeypatch.setattr(noise_kernel, "noisy_sums", noisy_sums)
+    tensors = {"a": torch.zeros(3), "b": torch.zeros(4), "c": torch.zeros(2, dtype=torch.float64), "d": torch.zeros(5)}
+    value = mechanism.BoundedSum(tensors, dict.fromkeys(tensors, 0), (2.0,))
+    like = {"d": torch.zeros(5, dtype=torch.bfloat16)}
+    noisy = mechanism.release(value, 1.5, torch.Generator().manual_seed(0), divisor=4.0, like=like)
+    assert asked == [(2, (0.75, 0.75), 0.25, torch.float32), (1, (0.75,), 0.25, torch.bfloat16)]
+    assert list(noisy) == list(tensors)
+    assert noisy["c"].abs().sum() > 0
