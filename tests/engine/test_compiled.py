@@ -301,6 +301,23 @@ def test_a_wrong_step_is_not_used(monkeypatch):
         assert_same(found, pair.expected(*data), 2e-5)
 
 
+def test_a_step_that_draws_and_is_not_finite_is_not_used(monkeypatch):
+    """Masks cannot be compared; what is finite can."""
+
+    def compile(graph, **options):
+        def run(*inputs):
+            sums, norms, losses, finite = graph(*inputs)
+            return sums, norms + torch.inf, losses, finite & False
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    pair, data = Pair(mlp(nn.Dropout(0.5))), batch(B, D)
+    with pytest.warns(UserWarning, match="does not give what the eager one gives"):
+        found = pair.compiled(*data)
+    assert found.norms.isfinite().all()
+
+
 # Results
 
 

@@ -338,3 +338,37 @@ def test_memory_written_in_the_forward_pass_is_read_after_it():
     module.recompile()
     for a, b in zip(module(torch.ones(2)), before, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_memory_that_is_written_to_is_not_taken_for_the_same():
+    """Two zeros are alike until something is written into one of them."""
+    g = Graph()
+    x = g.placeholder("x")
+    mine = g.call_function(torch.ops.aten.zeros.default, ([3, 2],))
+    row = g.call_function(torch.ops.aten.select.int, (mine, 0, 1))
+    g.call_function(torch.ops.aten.copy_.default, (row, x))
+    forward = len(g.nodes)
+    other = g.call_function(torch.ops.aten.zeros.default, ([3, 2],))
+    grad = g.call_function(torch.ops.aten.cos.default, (other,))
+    backward = len(g.nodes)
+    late = g.call_function(torch.ops.aten.mul.Tensor, (mine, grad))
+    g.output((late,))
+    module = torch.fx.GraphModule({}, g)
+    (before,) = module(torch.ones(2))
+    graph.use_recomputed(g, forward, backward)
+    graph.clip_early(g, forward, backward)
+    module.recompile()
+    torch.testing.assert_close(module(torch.ones(2))[0], before)
+
+
+def test_what_is_computed_again_is_used():
+    g = Graph()
+    x = g.placeholder("x")
+    mine = g.call_function(torch.ops.aten.sin.default, (x,))
+    forward = len(g.nodes)
+    again = g.call_function(torch.ops.aten.sin.default, (x,))
+    backward = len(g.nodes)
+    late = g.call_function(torch.ops.aten.exp.default, (mine,))
+    g.output((late,))
+    graph.use_recomputed(g, forward, backward)
+    assert late.args == (again,)

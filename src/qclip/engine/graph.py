@@ -106,6 +106,8 @@ def use_recomputed(graph: Graph, forward: int, backward: int) -> None:
     for node in nodes:  # nothing is differentiated any more
         if node.target is torch.ops.aten.detach.default:
             node.replace_all_uses_with(node.all_input_nodes[0])
+    memory = _memory(nodes)
+    written = {memory[each] for node in nodes if _writes(node) for each in node.all_input_nodes}
     original: dict[Node, Node] = {}  # for a node of the backward pass, the one of the forward pass that it repeats
     repeated: dict[Node, Node] = {}  # and the other way round
 
@@ -113,9 +115,17 @@ def use_recomputed(graph: Graph, forward: int, backward: int) -> None:
         arguments = map_leaves((node.args, tuple(node.kwargs.items())), lambda x: original.get(x, x))
         return f"{node.target} {arguments}"
 
-    first = {meaning(node): node for node in reversed(nodes[:forward]) if _repeats(node)}
+    def repeats(node: Node) -> bool:
+        """Whether running it again gives the same."""
+        return (
+            node.op == "call_function"
+            and not _is_random(node)
+            and written.isdisjoint(memory[each] for each in (node, *node.all_input_nodes))
+        )
+
+    first = {meaning(node): node for node in reversed(nodes[:forward]) if repeats(node)}
     for node in nodes[forward:backward]:
-        known = first.get(meaning(node)) if _repeats(node) else None
+        known = first.get(meaning(node)) if repeats(node) else None
         if known is not None:
             original[node] = known
             repeated.setdefault(known, node)
@@ -123,11 +133,6 @@ def use_recomputed(graph: Graph, forward: int, backward: int) -> None:
         if node.op == "call_function":
             node.args = map_arg(node.args, lambda x: repeated.get(x, x))
             node.kwargs = map_arg(node.kwargs, lambda x: repeated.get(x, x))
-
-
-def _repeats(node: Node) -> bool:
-    """Whether running it again gives the same."""
-    return node.op == "call_function" and not _is_random(node)
 
 
 def free_layouts(graph: Graph) -> None:
@@ -184,21 +189,32 @@ def clip_early(graph: Graph, forward: int, backward: int) -> None:
         place[known[node]] = node
 
 
+def _memory(nodes: Sequence[Node]) -> dict[Node, Node]:
+    """For each node the one that made the memory it lies in: itself, unless it is a view or was written in place."""
+    found: dict[Node, Node] = {}
+    for node in nodes:
+        inputs, schema = node.all_input_nodes, getattr(node.target, "_schema", None)
+        returned = () if schema is None else schema.returns
+        view = node.target is operator.getitem or any(each.alias_info is not None for each in returned)
+        found[node] = found[inputs[0]] if view and inputs else node
+    return found
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
 def _needs(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
     """What each node must come after: its inputs and, where memory is written to, whatever else uses that memory."""
-    memory: dict[Node, Node] = {}  # the node that made what this one is a view of
+    memory = _memory(nodes)
     since: dict[Node, list[Node]] = {}  # by memory: the last write to it, and what has used it since
     needs: dict[Node, list[Node]] = {}
     for node in nodes:
-        inputs, schema = node.all_input_nodes, getattr(node.target, "_schema", None)
-        view = node.target is operator.getitem or (
-            schema is not None and any(each.alias_info is not None for each in schema.returns)
-        )
-        memory[node] = memory[inputs[0]] if view and inputs else node
-        needs[node] = list(inputs)
-        for used in dict.fromkeys(memory[each] for each in inputs):
+        needs[node] = list(node.all_input_nodes)
+        for used in dict.fromkeys(memory[each] for each in node.all_input_nodes):
             uses = since.setdefault(used, [used])
-            if schema is not None and schema.is_mutable:
+            if _writes(node):
                 needs[node] += uses
                 uses.clear()
             needs[node] += uses[:1]
