@@ -1,5 +1,7 @@
 """A logical batch whose parts nobody has looked at yet: sums that are spoilt are computed again, once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -106,3 +108,34 @@ def test_parts_are_clipped_alike():
     other = ClippedGradients(**{**vars(part(1)[0]), "clip_norms": (2.0,)})
     with pytest.raises(AssertionError, match="clipped at other norms"):
         logical.add(other, 2)
+
+
+def test_sums_that_are_repaired_in_between_are_copied():
+    """A step that overwrites its own result comes before and after one that does not."""
+    memory = torch.zeros(3)
+    norms, mask = torch.tensor([[0.5], [2.0]]), torch.ones(2, dtype=torch.bool)
+
+    def replayed(value, repaired, *, clean):
+        memory.fill_(value)
+        found = replace(ClippedGradients.of({"w": memory}, norms, (1.0,), torch.zeros(2), mask), borrowed=True)
+
+        def repair():
+            memory.fill_(repaired)
+            return found
+
+        return replace(found, clean=torch.tensor(clean), repaired=repair)
+
+    logical = batch()
+    logical.add(replayed(torch.nan, 1, clean=False), 2)
+    logical.add(part(10)[0], 2)
+    logical.add(replayed(100, 0, clean=True), 2, last=True)
+    assert torch.equal(total(logical), torch.full((3,), 111.0))
+
+
+def test_not_all_parts_of_a_long_batch_are_held():
+    logical = batch()
+    held = [part(1, clean=True, repaired=1)[0] for _ in range(40)]
+    for k, gradients in enumerate(held):
+        logical.add(gradients, 2, last=k == 39)
+    assert len(logical._repaired) < 40
+    assert torch.equal(total(logical), torch.full((3,), 40.0))

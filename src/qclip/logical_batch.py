@@ -64,6 +64,8 @@ class LogicalBatch:
             self._clean = gradients.clean if self._clean is None else self._clean & gradients.clean
             self._repaired.append(gradients.repaired)
         self._add_sums(gradients, last=last)
+        if len(self._repaired) >= _MOST_HELD:
+            self._settle()
         count, slack = self._question.count, self._question.slack
         if count is not None:
             cumulative = gradients.count_under(count.radii).float()
@@ -89,8 +91,8 @@ class LogicalBatch:
         """Now that the device has to be waited for anyway: compute again what examples that are not finite spoilt."""
         if self._clean is not None and not bool(self._clean):
             self._sums = {}
-            for k, repaired in enumerate(self._repaired, 1):
-                self._add_sums(repaired(), last=k == len(self._repaired))
+            for repaired in self._repaired:
+                self._add_sums(repaired(), last=False)
         self._clean, self._repaired = None, []
 
     def gradient(self, members: Mapping[str, int]) -> BoundedSum:
@@ -147,6 +149,10 @@ class LogicalBatch:
             batch_size=batch_size,
             clip_norms=self._clip_norms,
         )
+
+
+_MOST_HELD = 32
+"""How many physical batches are held so that they can be computed again; later ones are waited for."""
 
 
 def _plus(total: Tensor | None, value: Tensor) -> Tensor:

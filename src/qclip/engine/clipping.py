@@ -44,6 +44,8 @@ def bundled(parts: Parts, groups: Groups) -> list[Bundle]:
 class Norms(NamedTuple):
     """The gradient norms of a batch."""
 
+    keep: Tensor
+    """[B]: the examples that count."""
     raw: Sequence[Tensor]
     """Of each group [B], whatever came out."""
     by_group: Tensor
@@ -71,7 +73,7 @@ def group_norms(
     norms = torch.stack(raw, 1)
     finite = norms.isfinite().all(1)
     usable = finite & keep
-    return Norms(raw, torch.where(usable[:, None], norms, torch.inf), usable, finite)
+    return Norms(keep, raw, torch.where(usable[:, None], norms, torch.inf), usable, finite)
 
 
 def clip_factors(norms: Norms, limits: Tensor, *, hasty: bool = False) -> list[Tensor]:
@@ -80,8 +82,8 @@ def clip_factors(norms: Norms, limits: Tensor, *, hasty: bool = False) -> list[T
     Hasty ones look at one group only, so that its sum need not wait for the norms of others: they hold where all
     examples are finite.
     """
-    factors = [(limits[k] / raw).clamp(max=1) for k, raw in enumerate(norms.raw)]
-    return factors if hasty else [torch.where(norms.usable, factor, 0) for factor in factors]
+    counted = norms.keep if hasty else norms.usable
+    return [torch.where(counted, (limits[k] / raw).clamp(max=1), 0) for k, raw in enumerate(norms.raw)]
 
 
 def clipped_sums(

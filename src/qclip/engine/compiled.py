@@ -5,6 +5,7 @@ compiled; the compiled step must then give the norms that the eager one gave, an
 others are replaced. What cannot be traced runs eager, and says why once.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,6 +34,8 @@ MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-c
 """Those of `torch.compile`; "reduce-overhead" and "max-autotune" replay CUDA graphs."""
 PROVEN: Final = 5
 """How many examples a kind of batch is proven on: few, to be quick, and no multiple or part of usual lengths."""
+MOST_KINDS: Final = 16
+"""For how many kinds of batches steps are compiled."""
 UNPROVEN: Final = (
     "the first examples do not prove which rows are whose: some gradient is zero, not finite or in no one's"
 )
@@ -109,6 +112,9 @@ class Compiled:
         until the result is `ClippedGradients.settled`.
         """
         engine = self.engine
+        if engine.data_independent:
+            self.say("declared buffers move in the forward pass")
+            return engine.clipped(evaluate, batch, clip_norm, mask=mask)
         if callable(clip_norm):
             self.say("the threshold looks at the batch's norms before it clips")
             return engine.clipped(evaluate, batch, clip_norm, mask=mask)
@@ -137,19 +143,30 @@ class Compiled:
         count, usable = len(keep), finite & counted
         result = ClippedGradients.of({}, by_group[:count].clone(), thresholds, losses[:count].clone(), keep)
         result = replace(result, borrowed=isinstance(step.run, Replay))
+        read = [(x, x._version) for x in (*self._model().tensors, *batches.tensors(batch))]
 
         def repaired() -> ClippedGradients:
             """With the examples that are not finite replaced by one that is, and not counted.
 
             The others keep their random numbers: else one example would change what all of them add.
             """
+            if any(x._version != version for x, version in read):
+                raise Refusal(
+                    "an example was not finite, and its batch has to be computed again; but the batch or the model was "
+                    "changed in place meanwhile: leave both alone until the logical batch is complete"
+                )
             index = torch.arange(len(counted), device=usable.device)
             index = torch.where(usable, index, usable.to(torch.uint8).argmax())
             others = batches.select(batch, index, len(counted))
             with drawn_from.replayed():
-                sums = self._outputs(step, others, counted & usable, thresholds)[0]
+                sums, _, _, now_finite = self._outputs(step, others, usable, thresholds)
             if not bool(usable.any()):
                 sums = [torch.zeros_like(value) for value in sums]
+            elif not bool(now_finite.all()):
+                raise Refusal(
+                    "an example is finite or not by the random numbers that the model draws, which a compiled step "
+                    "cannot leave out; train without compile"
+                )
             return replace(result, sums=self._named(sums))
 
         return replace(result, sums=self._named(sums), clean=finite.all(), repaired=repaired)
@@ -177,6 +194,8 @@ class Compiled:
         """The compiled step for batches of this kind, or why there is none; its proof is repeated now and then."""
         key = self._key(evaluate, batch)
         step = self._steps.get(key)
+        if step is None and len(self._steps) >= MOST_KINDS:
+            return "batches are of many kinds; pad them to a few shapes, and leave text and changing numbers out"
         if step is None or (isinstance(step, Step) and step.uses in PROOFS):
             with self._undrawn():
                 step = self._built(evaluate, batch, counted, step)
@@ -239,9 +258,22 @@ class Compiled:
             if not self._agrees(step, evaluate, batch, torch.arange(count, device=counted.device) < few):
                 return "the compiled step does not give what the eager one gives"
             self._require_separation(step, batch, count)
-            if self.engine.device.type == "cuda" and self._mode in ("reduce-overhead", "max-autotune"):
-                step.run = Replay(step.run, fixed=len(self._model().tensors))
+            self._record(step, batch, counted)
         return step
+
+    def _record(self, step: Step, batch: Any, counted: Tensor) -> None:
+        """As a CUDA graph, where that is asked for and can be done; what lies elsewhere would be frozen in it."""
+        inputs = inputs_of(self._model().tensors, batch, counted, self._limit(self._ones))
+        if self._mode not in ("reduce-overhead", "max-autotune") or not all(x.is_cuda for x in inputs):
+            return
+        plain, step.run = step.run, Replay(step.run, fixed=len(self._model().tensors))
+        try:
+            self._tried(step, batch, counted)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # such as a synchronisation inside
+            step.run = plain
+            self.say(f"as a CUDA graph, {_in_words(error)}")
 
     def _options(self) -> dict[str, Any]:
         """For torch.compile. CUDA graphs are replayed here, where memory can be fixed."""
@@ -301,7 +333,7 @@ class Compiled:
         """Warn that a step runs eager, once for each reason."""
         if reason not in self._said:
             self._said.add(reason)
-            warnings.warn(f"not compiled, runs eager: {reason}", stacklevel=4)
+            warnings.warn(f"not compiled, runs eager: {reason}", stacklevel=_levels_out())
 
     @contextmanager
     def _undrawn(self) -> Iterator[RandomState]:
@@ -315,6 +347,14 @@ class Compiled:
             state.restore()
             for x, before in buffers:
                 x.data.copy_(before)
+
+
+def _levels_out() -> int:
+    """How far up the caller of qclip is, for a warning."""
+    frame, levels = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("qclip."):
+        frame, levels = frame.f_back, levels + 1
+    return levels
 
 
 def _padded(batch: Any, keep: Tensor, slots: int) -> tuple[Any, Tensor]:

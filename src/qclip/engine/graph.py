@@ -6,11 +6,12 @@ others of the same shapes; everything else that Python decided on the way is fro
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.node import map_arg
@@ -22,6 +23,7 @@ from qclip.engine.engine import Engine, Run
 from qclip.engine.fallback import Evaluation
 from qclip.engine.parts import Parts, collect, prepare
 from qclip.engine.plan import Plan
+from qclip.engine.randomness import RandomState
 from qclip.engine.sites import Site, map_leaves
 
 
@@ -65,8 +67,11 @@ def trace(
         capture = engine.capture(parameters, frozen, mine, len(keep), like=run.count, traced=True)
 
         def losses_and_parts(batch: Any) -> tuple[Tensor, Parts]:
+            start = RandomState.now(torch.device("cpu"))
             with capture:
                 losses = evaluate(batch)
+            if not start.python_unmoved():
+                raise Untraceable("random numbers of Python or numpy decide in the forward pass")
             checks.require_losses(losses, len(keep))
             _require_same_sites(capture.sites, len(keep), run)
             ends.append(len(_nodes()))
@@ -87,7 +92,8 @@ def trace(
             raise Untraceable("random numbers of the forward pass would have to be drawn again in the backward pass")
         return list(sums.values()), norms.by_group, losses.detach(), norms.finite
 
-    graph = _traced(step, inputs_of(model_tensors(engine), batch, keep, limits))
+    with _attributes_kept(engine.model):
+        graph = _traced(step, inputs_of(model_tensors(engine), batch, keep, limits))
     use_recomputed(graph.graph, *ends)
     clip_early(graph.graph, *ends)
     graph.graph.eliminate_dead_code()
@@ -196,7 +202,8 @@ def _memory(nodes: Sequence[Node]) -> dict[Node, Node]:
         inputs, schema = node.all_input_nodes, getattr(node.target, "_schema", None)
         returned = () if schema is None else schema.returns
         view = node.target is operator.getitem or any(each.alias_info is not None for each in returned)
-        found[node] = found[inputs[0]] if view and inputs else node
+        where = node.kwargs.get("out") if isinstance(node.kwargs.get("out"), Node) else next(iter(inputs), None)
+        found[node] = found[where] if view and where is not None else node
     return found
 
 
@@ -220,6 +227,18 @@ def _needs(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
             needs[node] += uses[:1]
             uses.append(node)
     return needs
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """What a forward pass on shapes alone leaves in attributes, such as a cached table, is of no use to a real one."""
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
 def _others(engine: Engine) -> dict[str, Tensor]:

@@ -41,6 +41,12 @@ class RandomState:
         same = torch.equal(self.cpu, torch.get_rng_state())
         return same and (self.cuda is None or torch.equal(self.cuda, torch.cuda.get_rng_state(self.device)))
 
+    def python_unmoved(self) -> bool:
+        """Whether Python's and numpy's generators still are where they were."""
+        now = np.random.get_state()  # noqa: NPY002
+        same = all(np.array_equal(a, b) for a, b in zip(self.numpy, now, strict=True))
+        return same and self.python == random.getstate()
+
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Run with the generators as they were, and put them back as they are."""

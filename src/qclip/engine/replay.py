@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qclip.engine.randomness import RandomState
+
 
 class Replay:
     """A function of a list of tensors, recorded at its first call and replayed from then on.
@@ -38,7 +40,8 @@ class Replay:
         self._graph = self._result = None
         self._copied = [x.detach().clone() for x in inputs[self._fixed :]]
         mine = [*inputs[: self._fixed], *self._copied]
-        self._function(mine)  # whatever is set up on the way must not be recorded
+        with RandomState.now(mine[0].device).replayed():
+            self._function(mine)  # whatever is set up on the way must not be recorded
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

@@ -31,7 +31,7 @@ class ClippedGradients:
     borrowed: bool = False
     """Whether the next step overwrites the sums."""
     clean: Tensor | None = None
-    """Whether every example, counted or not, is finite, 0-dim, where nobody has looked yet: else the sums are spoilt."""
+    """Whether all examples are finite, counted or not, where nobody has looked yet: else the sums are spoilt."""
     repaired: "Callable[[], ClippedGradients] | None" = None
     """The same with unspoilt sums."""
 
