@@ -273,7 +273,7 @@ class Compiled:
             raise
         except Exception as error:  # such as a synchronisation inside
             step.run = plain
-            self.say(f"as a CUDA graph, {_in_words(error)}")
+            self.say(_in_words(error), what="not recorded as a CUDA graph")
 
     def _options(self) -> dict[str, Any]:
         """For torch.compile. CUDA graphs are replayed here, where memory can be fixed."""
@@ -329,11 +329,11 @@ class Compiled:
         tf32 = device == "cuda" and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
         return half if halved or tf32 or torch.is_autocast_enabled(device) else single
 
-    def say(self, reason: str) -> None:
-        """Warn that a step runs eager, once for each reason."""
+    def say(self, reason: str, *, what: str = "not compiled, runs eager") -> None:
+        """Warn that a step is slower than it was asked to be, once for each reason."""
         if reason not in self._said:
             self._said.add(reason)
-            warnings.warn(f"not compiled, runs eager: {reason}", stacklevel=_levels_out())
+            warnings.warn(f"{what}: {reason}", stacklevel=_levels_out())
 
     @contextmanager
     def _undrawn(self) -> Iterator[RandomState]:
