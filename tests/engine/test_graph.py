@@ -7,13 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.fx import Graph
 from torch.utils.checkpoint import checkpoint
 
 from engine.cases import Net, squared
 from engine.compare import assert_same
 from engine.driven import Pair, as_traced, batch
-from qclip.engine import compiled, graph
+from qclip.engine import compiled
 from qclip.engine.refusal import Refusal
 
 B, D, P = 7, 6, 5
@@ -276,99 +275,3 @@ def test_dropout_inside_a_function_without_a_rule_runs_eager():
         found = pair.compiled(*data)
     torch.manual_seed(1)
     assert_same(found, pair.expected(*data), 2e-5)
-
-
-# The order of a graph
-
-
-def chain(graph_, *names):
-    """The positions of nodes by name."""
-    order = [node.name for node in graph_.nodes]
-    return [order.index(name) for name in names]
-
-
-def test_what_comes_late_moves_up_to_what_it_needs():
-    g = Graph()
-    x = g.placeholder("x")
-    forward = g.call_function(torch.ops.aten.sin.default, (x,))
-    one = g.call_function(torch.ops.aten.cos.default, (forward,))
-    two = g.call_function(torch.ops.aten.cos.default, (one,))
-    late_two = g.call_function(torch.ops.aten.exp.default, (two,))
-    late_one = g.call_function(torch.ops.aten.exp.default, (one,))
-    g.output((late_one, late_two))
-    graph.clip_early(g, 2, 4)
-    g.lint()
-    assert list(g.nodes)[2:-1] == [one, late_one, two, late_two]
-
-
-def test_writes_to_memory_keep_their_order():
-    """A view is written to and its base is read afterwards: no edge of the graph says so."""
-    g = Graph()
-    x = g.placeholder("x")
-    one = g.call_function(torch.ops.aten.cos.default, (x,))
-    two = g.call_function(torch.ops.aten.cos.default, (one,))
-    zeros = g.call_function(torch.ops.aten.zeros.default, ([3, 2],))
-    row = g.call_function(torch.ops.aten.select.int, (zeros, 0, 1))
-    early_read = g.call_function(torch.ops.aten.clone.default, (zeros,))
-    g.call_function(torch.ops.aten.copy_.default, (row, two))
-    total = g.call_function(torch.ops.aten.add.Tensor, (zeros, one))
-    g.output((total, early_read))
-    module = torch.fx.GraphModule({}, g)
-    before = module(torch.ones(2))
-    graph.clip_early(g, 1, 3)
-    g.lint()
-    module.recompile()
-    for a, b in zip(module(torch.ones(2)), before, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_memory_written_in_the_forward_pass_is_read_after_it():
-    g = Graph()
-    x = g.placeholder("x")
-    made = g.call_function(torch.ops.aten.sin.default, (x,))
-    view = g.call_function(torch.ops.aten.view.default, (made, [2]))
-    g.call_function(torch.ops.aten.add_.Scalar, (view, 1))
-    one = g.call_function(torch.ops.aten.cos.default, (x,))
-    late = g.call_function(torch.ops.aten.mul.Tensor, (made, one))
-    read = g.call_function(torch.ops.aten.exp.default, (made,))
-    g.output((late, read))
-    module = torch.fx.GraphModule({}, g)
-    before = module(torch.ones(2))
-    graph.clip_early(g, 2, 5)
-    module.recompile()
-    for a, b in zip(module(torch.ones(2)), before, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_memory_that_is_written_to_is_not_taken_for_the_same():
-    """Two zeros are alike until something is written into one of them."""
-    g = Graph()
-    x = g.placeholder("x")
-    mine = g.call_function(torch.ops.aten.zeros.default, ([3, 2],))
-    row = g.call_function(torch.ops.aten.select.int, (mine, 0, 1))
-    g.call_function(torch.ops.aten.copy_.default, (row, x))
-    forward = len(g.nodes)
-    other = g.call_function(torch.ops.aten.zeros.default, ([3, 2],))
-    grad = g.call_function(torch.ops.aten.cos.default, (other,))
-    backward = len(g.nodes)
-    late = g.call_function(torch.ops.aten.mul.Tensor, (mine, grad))
-    g.output((late,))
-    module = torch.fx.GraphModule({}, g)
-    (before,) = module(torch.ones(2))
-    graph.use_recomputed(g, forward, backward)
-    graph.clip_early(g, forward, backward)
-    module.recompile()
-    torch.testing.assert_close(module(torch.ones(2))[0], before)
-
-
-def test_what_is_computed_again_is_used():
-    g = Graph()
-    x = g.placeholder("x")
-    mine = g.call_function(torch.ops.aten.sin.default, (x,))
-    forward = len(g.nodes)
-    again = g.call_function(torch.ops.aten.sin.default, (x,))
-    backward = len(g.nodes)
-    late = g.call_function(torch.ops.aten.exp.default, (mine,))
-    g.output((late,))
-    graph.use_recomputed(g, forward, backward)
-    assert late.args == (again,)

@@ -56,11 +56,16 @@ class Norms(NamedTuple):
     """[B]: those that are finite, whether they count or not: the others spoil a sum even at a factor of 0."""
 
 
+def norm_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
+    """The precision of norms and limits: that of the widest sum."""
+    return max((accumulator(p) for p in parameters.values()), key=lambda dtype: dtype.itemsize)
+
+
 def group_norms(
     parts: Parts, bundles: Sequence[Bundle], groups: Groups, parameters: Mapping[str, Tensor], keep: Tensor
 ) -> Norms:
     """The norm of each group, over all contributions to its parameters; ``keep`` says which examples count."""
-    dtype = max((accumulator(p) for p in parameters.values()), key=lambda dtype: dtype.itemsize)
+    dtype = norm_dtype(parameters)
     zero = torch.zeros(len(keep), dtype=dtype, device=keep.device)
     squares: list[list[Tensor]] = [[zero] for _ in groups.names]
     for bundle in bundles:

@@ -7,8 +7,8 @@ others are replaced. What cannot be traced runs eager, and says why once.
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any, Final, Literal, NamedTuple
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from qclip import _validate as check
 from qclip.engine import batch as batches
-from qclip.engine import checks
+from qclip.engine import checks, clipping
 from qclip.engine.checks import Evaluate
 from qclip.engine.engine import Choice, Engine
 from qclip.engine.graph import inputs_of, model_tensors, trace
@@ -181,10 +181,7 @@ class Compiled:
     def _limit(self, thresholds: tuple[float, ...]) -> Tensor:
         """The thresholds on the device; those of the last step are kept."""
         if thresholds not in self._limits:
-            dtype = torch.promote_types(
-                torch.float32, max((p.dtype for p in self.engine.parameters.values()), key=lambda d: d.itemsize)
-            )
-            limits = torch.tensor(thresholds, dtype=dtype)
+            limits = torch.tensor(thresholds, dtype=clipping.norm_dtype(self.engine.parameters))
             if self.engine.device.type == "cuda":
                 limits = limits.pin_memory()
             self._limits = {thresholds: limits.to(self.engine.device, non_blocking=True)}
@@ -197,7 +194,8 @@ class Compiled:
         if step is None and len(self._steps) >= MOST_KINDS:
             return "batches are of many kinds; pad them to a few shapes, and leave text and changing numbers out"
         if step is None or (isinstance(step, Step) and step.uses in PROOFS):
-            with self._undrawn():
+            # Proofs and trials leave the generators as they were: a resumed run makes them again.
+            with RandomState.now(self.engine.device).replayed():
                 step = self._built(evaluate, batch, counted, step)
             if step != UNPROVEN:  # another batch may tell more
                 self._steps[key] = step
@@ -288,7 +286,7 @@ class Compiled:
         of five may differ, as where another kernel's rounding makes another element the largest of its pool.
         """
         mine = self._tried(step, batch, few)
-        with self._undrawn():
+        with RandomState.now(self.engine.device).replayed():
             part = batches.select(batch, few, len(few))
             theirs = self.engine.clipped(evaluate, part, self._ones, mask=few[few])
         if mine.random:
@@ -314,8 +312,9 @@ class Compiled:
                     raise Refusal("examples mix: replacing some of them changed the losses or gradient norms of others")
 
     def _tried(self, step: Step, batch: Any, counted: Tensor) -> "Trial":
-        """What a step gives, at thresholds of 1; each trial starts from the same random numbers and buffers."""
-        with self._undrawn() as state:
+        """What a step gives, at thresholds of 1; each trial starts from the same random numbers."""
+        state = RandomState.now(self.engine.device)
+        with state.replayed():
             sums, norms, losses, _ = self._outputs(step, batch, counted, self._ones)
             return Trial([x.clone() for x in sums], norms.clone(), losses.clone()[:, None], not state.unmoved())
 
@@ -334,19 +333,6 @@ class Compiled:
         if reason not in self._said:
             self._said.add(reason)
             warnings.warn(f"{what}: {reason}", stacklevel=_levels_out())
-
-    @contextmanager
-    def _undrawn(self) -> Iterator[RandomState]:
-        """Proofs and trials leave generators and buffers as they were: a resumed run makes them again."""
-        state = RandomState.now(self.engine.device)
-        moving = self.engine.data_independent
-        buffers = [(x, x.detach().clone()) for _, x in self.engine.model.named_buffers()] if moving else []
-        try:
-            yield state
-        finally:
-            state.restore()
-            for x, before in buffers:
-                x.data.copy_(before)
 
 
 def _levels_out() -> int:

@@ -22,7 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qclip.engine.kernels.gram import gram_squares, wins
+from qclip.engine.kernels.gram import gram_squares, twin, wins
 from qclip.engine.products import (
     ROUNDINGS,
     aligned,
@@ -384,18 +384,10 @@ def _scaled(x: Tensor, factors: Tensor) -> Tensor:
 
 
 def _gram(left: Tensor, right: Tensor) -> Tensor:
-    if (
-        left.shape[1] == 1
-        and is_native(left)
-        and is_native(right)
-        and wins(left.shape[2], left.shape[3], right.shape[3])
-    ):
-        squares, sizes = gram_squares(left.squeeze(1), right.squeeze(1))
-    else:
-        left, right = aligned(left, positions=True), aligned(right, positions=True)
-        lefts, rights = product(left, left.mT), product(right, right.mT)
-        squares = (lefts * rights).sum((1, 2, 3))
-        sizes = (lefts.diagonal(dim1=2, dim2=3) * rights.diagonal(dim1=2, dim2=3)).clamp(min=0).sqrt().sum((1, 2))
+    groups = left.shape[:2]
+    lefts, rights = left.flatten(0, 1), right.flatten(0, 1)
+    found = gram_squares(lefts, rights) if wins(lefts, rights) else twin(lefts, rights)
+    squares, sizes = (x.view(groups).sum(1) for x in found)
     # Products of products round relative to the squared sizes: a norm far below them is not resolved.
     squares = squares.clamp(min=0) + ROUNDINGS * rounding(sizes) * sizes.square()
     rough = doubt(left)

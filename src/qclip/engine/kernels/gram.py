@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qclip.engine.kernels import installed, usable
-from qclip.engine.products import aligned, full, is_half, product
+from qclip.engine.products import aligned, full, is_half, is_native, product
 
 if installed():
     import triton
@@ -46,9 +46,12 @@ def twin(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return (lefts * rights).sum((1, 2)), sizes
 
 
-def wins(positions: int, m: int, n: int) -> bool:
-    """Whether the kernel was measured to be faster than two whole Gram matrices."""
-    return max(m, n) <= 2**13 and positions > 128 and (positions >= 1024 or positions % 64 > 0)
+def wins(left: Tensor, right: Tensor) -> bool:
+    """Whether the kernel takes them and was measured to be faster there than two whole Gram matrices."""
+    if not (is_native(left) and is_native(right)) or max(left.shape[2], right.shape[2]) > 2**13:
+        return False
+    positions = left.shape[1]
+    return positions > 128 and (positions >= 1024 or positions % 64 > 0)
 
 
 @torch.library.custom_op("qclip::gram_squares", mutates_args=(), tags=(torch.Tag.flexible_layout,))

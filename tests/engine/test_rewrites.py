@@ -1,0 +1,132 @@
+"""Rewrites leave what a graph computes as it is; what they do to memory in whole steps: test_order.py."""
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import Graph
+
+from engine.driven import Pair, as_traced
+from qclip.engine import rewrites
+
+
+def test_what_comes_late_moves_up_to_what_it_needs():
+    g = Graph()
+    x = g.placeholder("x")
+    forward = g.call_function(torch.ops.aten.sin.default, (x,))
+    one = g.call_function(torch.ops.aten.cos.default, (forward,))
+    two = g.call_function(torch.ops.aten.cos.default, (one,))
+    late_two = g.call_function(torch.ops.aten.exp.default, (two,))
+    late_one = g.call_function(torch.ops.aten.exp.default, (one,))
+    g.output((late_one, late_two))
+    rewrites.clip_early(g, 2, 4)
+    g.lint()
+    assert list(g.nodes)[2:-1] == [one, late_one, two, late_two]
+
+
+def test_writes_to_memory_keep_their_order():
+    """A view is written to and its base is read afterwards: no edge of the graph says so."""
+    g = Graph()
+    x = g.placeholder("x")
+    one = g.call_function(torch.ops.aten.cos.default, (x,))
+    two = g.call_function(torch.ops.aten.cos.default, (one,))
+    zeros = g.call_function(torch.ops.aten.zeros.default, ([3, 2],))
+    row = g.call_function(torch.ops.aten.select.int, (zeros, 0, 1))
+    early_read = g.call_function(torch.ops.aten.clone.default, (zeros,))
+    g.call_function(torch.ops.aten.copy_.default, (row, two))
+    total = g.call_function(torch.ops.aten.add.Tensor, (zeros, one))
+    g.output((total, early_read))
+    module = torch.fx.GraphModule({}, g)
+    before = module(torch.ones(2))
+    rewrites.clip_early(g, 1, 3)
+    g.lint()
+    module.recompile()
+    for a, b in zip(module(torch.ones(2)), before, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_memory_written_in_the_forward_pass_is_read_after_it():
+    g = Graph()
+    x = g.placeholder("x")
+    made = g.call_function(torch.ops.aten.sin.default, (x,))
+    view = g.call_function(torch.ops.aten.view.default, (made, [2]))
+    g.call_function(torch.ops.aten.add_.Scalar, (view, 1))
+    one = g.call_function(torch.ops.aten.cos.default, (x,))
+    late = g.call_function(torch.ops.aten.mul.Tensor, (made, one))
+    read = g.call_function(torch.ops.aten.exp.default, (made,))
+    g.output((late, read))
+    module = torch.fx.GraphModule({}, g)
+    before = module(torch.ones(2))
+    rewrites.clip_early(g, 2, 5)
+    module.recompile()
+    for a, b in zip(module(torch.ones(2)), before, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_memory_that_is_written_to_is_not_taken_for_the_same():
+    """Two zeros are alike until something is written into one of them."""
+    g = Graph()
+    x = g.placeholder("x")
+    mine = g.call_function(torch.ops.aten.zeros.default, ([3, 2],))
+    row = g.call_function(torch.ops.aten.select.int, (mine, 0, 1))
+    g.call_function(torch.ops.aten.copy_.default, (row, x))
+    forward = len(g.nodes)
+    other = g.call_function(torch.ops.aten.zeros.default, ([3, 2],))
+    grad = g.call_function(torch.ops.aten.cos.default, (other,))
+    backward = len(g.nodes)
+    late = g.call_function(torch.ops.aten.mul.Tensor, (mine, grad))
+    g.output((late,))
+    module = torch.fx.GraphModule({}, g)
+    (before,) = module(torch.ones(2))
+    rewrites.use_recomputed(g, forward, backward)
+    rewrites.clip_early(g, forward, backward)
+    module.recompile()
+    torch.testing.assert_close(module(torch.ones(2))[0], before)
+
+
+def test_what_is_computed_again_is_used():
+    g = Graph()
+    x = g.placeholder("x")
+    mine = g.call_function(torch.ops.aten.sin.default, (x,))
+    forward = len(g.nodes)
+    again = g.call_function(torch.ops.aten.sin.default, (x,))
+    backward = len(g.nodes)
+    late = g.call_function(torch.ops.aten.exp.default, (mine,))
+    g.output((late,))
+    rewrites.use_recomputed(g, forward, backward)
+    assert late.args == (again,)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.Conv2d(3, 4, 3, stride=2, padding=1),
+        nn.Conv2d(3, 4, (2, 3), stride=(3, 2), padding=(0, 2), dilation=(2, 1)),
+        nn.Conv2d(3, 6, 3, groups=3),
+        nn.Conv1d(3, 4, 4, stride=3),
+        nn.Conv3d(3, 4, 2, stride=2),
+    ],
+    ids=str,
+)
+def test_an_input_gradient_is_a_transposed_convolution(layer, monkeypatch):
+    """Whatever remainder the strides leave."""
+    graphs = []
+
+    def compile(graph, **options):
+        rewrites.free_layouts(graph.graph)
+        graph.recompile()
+        graphs.append(graph)
+        return as_traced(graph)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    spatial = layer.weight.dim() - 2
+    before = type(layer)(2, 3, 3, padding=1)
+    pair = Pair(nn.Sequential(before, nn.Tanh(), layer, nn.Flatten()))
+    x, y = torch.randn(7, 2, *(11, 10, 9)[:spatial]), torch.randn(7)
+    found, expected = pair.compiled(x, y), pair.expected(x, y)
+    operations = [node.target for node in graphs[0].graph.nodes]
+    backward = [node for node in graphs[0].graph.nodes if node.target is torch.ops.aten.convolution_backward.default]
+    assert all(list(node.args[-1]) == [False, True, False] for node in backward)  # only those of weights are left
+    assert operations.count(torch.ops.aten.convolution.default) == 3  # two forward, one back
+    for name, value in expected.sums.items():
+        torch.testing.assert_close(found.sums[name], value, rtol=1e-4, atol=1e-5)
