@@ -37,7 +37,7 @@ def launched(raws, stds, scale, seed, dtype, aligned=True):
     memory = torch.full((total,), torch.nan, dtype=dtype)
     addresses = torch.tensor([raw.data_ptr() for raw in raws])
     arguments = rows, addresses, torch.tensor(stds), memory, torch.tensor([seed]), scale
-    noise_kernel._add_noise[(len(rows),)](*arguments, ALIGNED=aligned, BLOCK=noise_kernel.BLOCK)
+    noise_kernel._add_noise[(len(rows),)](*arguments, ALIGNED=aligned, FAST=False, BLOCK=noise_kernel.BLOCK)
     parts = [memory[start : start + raw.numel()] for start, raw in zip(starts, raws, strict=True)]
     return [part.float().numpy() for part in parts]
 

@@ -68,11 +68,16 @@ def test_cutting_out_windows_counts():
 def test_kernels_keep_gradients_or_form_them_twice(monkeypatch):
     monkeypatch.setattr(convolutions, "is_native", lambda x: True)
     geometry, model = Geometry((1, 1), (1, 1), (1, 1), 1), CostModel()
-    images, grads = (torch.zeros(1).expand(4, 64, 2, 2) for _ in range(2))
-    form = Windows(images, grads, 4, torch.Size((64, 64, 3, 3)), geometry)
-    assert form.in_kernels
-    assert model.choose(form, float("inf")) == "kept"
-    assert model.choose(form, 0) == "direct"
+
+    def form_of(side):
+        images, grads = (torch.zeros(1).expand(4, 64, side, side) for _ in range(2))
+        return Windows(images, grads, 4, torch.Size((64, 64, 3, 3)), geometry)
+
+    assert form_of(16).in_kernels
+    assert model.choose(form_of(16), float("inf")) == "kept"
+    assert model.choose(form_of(16), 0) == "direct"
+    form = form_of(2)
+    assert model.choose(form, float("inf")) == "direct"  # quicker to form than to write
     grouped = replace(form, geometry=replace(geometry, groups=2), shape=torch.Size((64, 32, 3, 3)))
     assert not grouped.in_kernels
     assert model.choose(grouped, 0) == "gram"  # few positions

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qclip.engine import forms, products
+from qclip.engine import clipping, forms, products
 from qclip.engine.forms import Dense, Outer, Rows, joint_squared_norms
+from qclip.engine.groups import Groups
+from qclip.engine.parts import Part
 
 SLACK = 1 + 1e-5
 """Rounding of float32, as in test_sensitivity.py."""
@@ -214,3 +216,105 @@ def test_float16_is_converted():
     factors = torch.full((3,), 1e-6)
     truth = 1e-6 * true_grads(form).sum(0)
     torch.testing.assert_close(form.weighted_sum(factors).double(), truth, rtol=1e-3, atol=0)
+
+
+def assert_position_sums(x):
+    found, truth = products.position_sums(x), x.double().sum(1)
+    assert found.dtype == (torch.float64 if x.dtype == torch.float64 else torch.float32)
+    assert found.shape == truth.shape
+    size = x.double().abs().sum(1)
+    assert ((found.double() - truth).abs() <= (1e-6 if found.dtype == torch.float32 else 1e-14) * size).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("positions", [0, 1, 7, 256, 257, 258, 512, 521, 1000, 4 * 241])
+def test_sums_over_positions(positions, dtype):
+    """Few and many, with divisors and primes; those of 16 bits are added up in float32."""
+    x = 1 + torch.randn(3, positions, 5, generator=torch.Generator().manual_seed(positions), dtype=torch.float64)
+    assert_position_sums(x.to(dtype))
+
+
+@pytest.mark.parametrize("positions", [40, 600])
+def test_sums_over_positions_of_any_shape(positions):
+    assert_position_sums(bf16(2, positions, 3, 4))
+    assert_position_sums(bf16(2, positions))
+    assert_position_sums(bf16(3, 4, positions).mT)
+    assert_position_sums(bf16(2, 1, 4).expand(2, positions, 4))
+    assert products.position_sums(bf16(0, positions, 4)).shape == (0, 4)
+
+
+def test_long_sums_go_in_two_steps():
+    """Each of at most so many summands, where the number of positions can be divided into parts of about that."""
+    sizes = {}
+    for positions in (256, 257, 320, 512, 514, 600):
+        watched = Watched(positions)
+        products.position_sums(watched)
+        sizes[positions] = watched.sizes
+    assert sizes == {256: [256], 257: [257], 320: [160, 2], 512: [256, 2], 514: [514], 600: [200, 3]}
+
+
+class Watched:
+    """Stands for a tensor [B, T], and notes how many numbers are added up at once."""
+
+    dtype = torch.float32
+
+    def __init__(self, *lengths, sizes=None):
+        self.shape, self.sizes = (1, *lengths), [] if sizes is None else sizes
+
+    def unflatten(self, dim, sizes):
+        return Watched(self.shape[1] // sizes[1], sizes[1], sizes=self.sizes)
+
+    def sum(self, dim, dtype):
+        self.sizes.append(self.shape[dim])
+        return Watched(*self.shape[1:dim], *self.shape[dim + 1 :], sizes=self.sizes)
+
+
+class OnGpu(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 65])
+@pytest.mark.parametrize("kind", [torch.Tensor, OnGpu])
+def test_weighted_rows(count, kind):
+    """A few are added up one way on a GPU, many another, and here: the sum is the same, in the rows' precision."""
+    rows = torch.randn(count, 6, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+    factors = torch.linspace(0.1, 0.9, count)
+    found = products.weighted_rows(factors, rows.as_subclass(kind)).as_subclass(torch.Tensor)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, torch.einsum("b,bn->n", factors.double(), rows))
+
+
+def test_few_rows_on_a_gpu_are_scaled_one_by_one(monkeypatch):
+    """No product of matrices, which the compiler could not take together with what made the factors."""
+    rows = torch.ones(4, 3).as_subclass(OnGpu)
+    monkeypatch.setattr(OnGpu, "__rmatmul__", lambda *sides: pytest.fail("a product"))
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda *sides: pytest.fail("a product"))
+    assert products.weighted_rows(torch.full((4,), 0.5), rows).tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("count", [0, 1, clipping.FEW, clipping.FEW + 1, 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_norms_of_groups_of_any_number_of_parameters(count, dtype):
+    """None, a few, which are added one by one, or many; the other group has one."""
+    generator = torch.Generator().manual_seed(count)
+    grads = {f"{k}": torch.randn(5, 3, k + 1, generator=generator, dtype=dtype) for k in range(count)}
+    alone = torch.randn(5, 2, generator=generator, dtype=dtype)
+    parts = {name: [Part(Dense(x))] for name, x in grads.items()} | {"alone": [Part(Dense(alone))], "unused": []}
+    groups = Groups(("all", "one"), dict.fromkeys(grads, 0) | {"alone": 1, "unused": 0})
+    parameters = {name: torch.zeros(3, int(name) + 1, dtype=dtype) for name in grads}
+    parameters |= {"alone": torch.zeros(2, dtype=dtype), "unused": torch.zeros(1, dtype=dtype)}
+    keep = torch.arange(5) != 2
+    found = clipping.group_norms(parts, [], groups, parameters, keep)
+    rows = [x.flatten(1) for x in grads.values()]
+    truth = torch.cat(rows, 1).norm(dim=1) if rows else torch.zeros(5, dtype=dtype)
+    assert found.by_group.dtype == dtype
+    torch.testing.assert_close(found.raw[0], truth)
+    torch.testing.assert_close(found.raw[1], alone.norm(dim=1))
+    torch.testing.assert_close(found.by_group[keep], torch.stack([truth, alone.norm(dim=1)], 1)[keep])
+    assert found.by_group[2].tolist() == [torch.inf] * 2
+    bundles = clipping.bundled(parts, groups)
+    together = clipping.group_norms(parts, bundles, groups, parameters, keep)
+    assert len(bundles) == (count > 1)
+    torch.testing.assert_close(together.by_group, found.by_group)

@@ -12,6 +12,10 @@ from qclip import _validate as check
 
 def tensors(batch: Any) -> list[Tensor]:
     """Every tensor of the batch."""
+    if isinstance(batch, Tensor):
+        return [batch]
+    if type(batch) in (tuple, list) and all(isinstance(leaf, Tensor) for leaf in batch):  # as nearly always, and fast
+        return list(batch)
     return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 

@@ -1,6 +1,7 @@
 """Clipping: from what the sites contribute to norms, factors and clipped sums. Nothing here waits for the device."""
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Final, NamedTuple
 
 import torch
@@ -9,8 +10,10 @@ from torch import Tensor
 from qclip.engine.forms import Dense, keep_examples, square_sums
 from qclip.engine.groups import Groups
 from qclip.engine.parts import Parts, accumulator, squared_norms, weighted_sum
-from qclip.engine.products import full
+from qclip.engine.products import full, weighted_rows
 
+FEW: Final = 4
+"""How many squared norms are added up one by one."""
 SMALL: Final = 2**14
 """How many numbers a gradient that joins a bundle may have."""
 
@@ -66,19 +69,26 @@ def group_norms(
 ) -> Norms:
     """The norm of each group, over all contributions to its parameters; ``keep`` says which examples count."""
     dtype = norm_dtype(parameters)
-    zero = torch.zeros(len(keep), dtype=dtype, device=keep.device)
-    squares: list[list[Tensor]] = [[zero] for _ in groups.names]
+    squares: list[list[Tensor]] = [[] for _ in groups.names]
     for bundle in bundles:
         squares[bundle.group].append(square_sums(bundle.rows).to(dtype))
     done = {name for bundle in bundles for name in bundle.lengths}
     for name, found in parts.items():
         if found and name not in done:
             squares[groups.members[name]].append(squared_norms(found).to(dtype))
-    raw = [torch.stack(each).sum(0).sqrt() for each in squares]
+    zero = torch.zeros(len(keep), dtype=dtype, device=keep.device)
+    raw = [_total(each, zero).sqrt() for each in squares]
     norms = torch.stack(raw, 1)
     finite = norms.isfinite().all(1)
     usable = finite & keep
     return Norms(keep, raw, torch.where(usable[:, None], norms, torch.inf), usable, finite)
+
+
+def _total(squares: Sequence[Tensor], zero: Tensor) -> Tensor:
+    """A few are added one by one: compiled, that is part of what made them, and a stack would have to be written."""
+    if len(squares) > FEW:
+        return torch.stack(list(squares)).sum(0)
+    return reduce(torch.add, squares) if squares else zero
 
 
 def clip_factors(norms: Norms, limits: Tensor, *, hasty: bool = False) -> list[Tensor]:
@@ -103,7 +113,7 @@ def clipped_sums(
     sums: dict[str, Tensor] = {}
     for bundle in bundles:
         rows = bundle.rows if mask is None else keep_examples(bundle.rows, mask)
-        total = factors[bundle.group].to(rows.dtype) @ rows
+        total = weighted_rows(factors[bundle.group], rows)
         pieces = total.split(list(bundle.lengths.values()))
         sums |= {
             name: piece.to(accumulator(parameters[name])).view(parameters[name].shape)

@@ -14,7 +14,7 @@ from operator import is_
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from qclip import _validate as check
@@ -51,6 +51,8 @@ class Step:
     run: Callable[[Sequence[Tensor]], Outputs]
     plan: Plan
     uses: int = 0
+    draws: bool = False
+    """Whether it draws random numbers."""
 
 
 class Trial(NamedTuple):
@@ -70,7 +72,7 @@ class Tensors(NamedTuple):
 
     found: list[Tensor]
     kinds: tuple[Any, ...]
-    """Their shapes, strides, precisions and flags."""
+    """Their shapes, strides, precisions and flags, and the modules' flags."""
     tensors: list[Tensor]
     """In the order of a graph's inputs."""
 
@@ -127,23 +129,27 @@ class Compiled:
         checks.require_inputs(batch)
         keep = batches.full_mask(count, mask, engine.device)
         padded, counted = _padded(batch, keep, max(count, self._slots or 0))
-        step = self._step(evaluate, padded, counted)
+        step, model = self._step(evaluate, padded, counted)
         if isinstance(step, str):
             self.say(step)
             return engine.clipped(evaluate, batch, clip_norm, mask=mask)
-        result = self._run(step, padded, counted, thresholds, keep)
+        result = self._run(step, model, padded, counted, thresholds, keep)
         return result.settled() if wait else result
 
     def _run(
-        self, step: Step, batch: Any, counted: Tensor, thresholds: tuple[float, ...], keep: Tensor
+        self,
+        step: Step,
+        model: Sequence[Tensor],
+        batch: Any,
+        counted: Tensor,
+        thresholds: tuple[float, ...],
+        keep: Tensor,
     ) -> ClippedGradients:
         """The result for the examples ``keep`` of a padded batch."""
-        drawn_from = RandomState.now(self.engine.device)
-        sums, by_group, losses, finite = self._outputs(step, batch, counted, thresholds)
+        drawn_from = RandomState.now(self.engine.device) if step.draws else None
+        sums, by_group, losses, finite = self._outputs(step, model, batch, counted, thresholds)
         count, usable = len(keep), finite & counted
-        result = ClippedGradients.of({}, by_group[:count].clone(), thresholds, losses[:count].clone(), keep)
-        result = replace(result, borrowed=isinstance(step.run, Replay))
-        read = [(x, x._version) for x in (*self._model().tensors, *batches.tensors(batch))]
+        read = [(x, x._version) for x in (*model, *batches.tensors(batch))]
 
         def repaired() -> ClippedGradients:
             """With the examples that are not finite replaced by one that is, and not counted.
@@ -158,8 +164,8 @@ class Compiled:
             index = torch.arange(len(counted), device=usable.device)
             index = torch.where(usable, index, usable.to(torch.uint8).argmax())
             others = batches.select(batch, index, len(counted))
-            with drawn_from.replayed():
-                sums, _, _, now_finite = self._outputs(step, others, usable, thresholds)
+            with nullcontext() if drawn_from is None else drawn_from.replayed():
+                sums, _, _, now_finite = self._outputs(step, model, others, usable, thresholds)
             if not bool(usable.any()):
                 sums = [torch.zeros_like(value) for value in sums]
             elif not bool(now_finite.all()):
@@ -167,16 +173,28 @@ class Compiled:
                     "an example is finite or not by the random numbers that the model draws, which a compiled step "
                     "cannot leave out; train without compile"
                 )
-            return replace(result, sums=self._named(sums))
+            return replace(result, sums=self._named(sums), clean=None, repaired=None)
 
-        return replace(result, sums=self._named(sums), clean=finite.all(), repaired=repaired)
+        result = ClippedGradients.of(
+            self._named(sums),
+            by_group[:count].clone(),
+            thresholds,
+            losses[:count].clone(),
+            keep,
+            borrowed=isinstance(step.run, Replay),
+            clean=finite.all(),
+            repaired=repaired,
+        )
+        return result
 
     def _named(self, sums: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.engine.parameters, sums, strict=True))
 
-    def _outputs(self, step: Step, batch: Any, counted: Tensor, thresholds: tuple[float, ...]) -> Outputs:
+    def _outputs(
+        self, step: Step, model: Sequence[Tensor], batch: Any, counted: Tensor, thresholds: tuple[float, ...]
+    ) -> Outputs:
         with torch.no_grad(), torch.autocast(self.engine.device.type, enabled=False):
-            return step.run(inputs_of(self._model().tensors, batch, counted, self._limit(thresholds)))
+            return step.run(inputs_of(model, batch, counted, self._limit(thresholds)))
 
     def _limit(self, thresholds: tuple[float, ...]) -> Tensor:
         """The thresholds on the device; those of the last step are kept."""
@@ -187,23 +205,31 @@ class Compiled:
             self._limits = {thresholds: limits.to(self.engine.device, non_blocking=True)}
         return self._limits[thresholds]
 
-    def _step(self, evaluate: Evaluate, batch: Any, counted: Tensor) -> Step | str:
-        """The compiled step for batches of this kind, or why there is none; its proof is repeated now and then."""
-        key = self._key(evaluate, batch)
+    def _step(self, evaluate: Evaluate, batch: Any, counted: Tensor) -> tuple[Step | str, Sequence[Tensor]]:
+        """The compiled step for batches of this kind, or why there is none, and the model's tensors, its first inputs.
+
+        The proof of a step is repeated now and then.
+        """
+        model = self._model()
+        key = self._key(evaluate, batch, model)
         step = self._steps.get(key)
         if step is None and len(self._steps) >= MOST_KINDS:
-            return "batches are of many kinds; pad them to a few shapes, and leave text and changing numbers out"
+            reason = "batches are of many kinds; pad them to a few shapes, and leave text and changing numbers out"
+            return reason, model.tensors
         if step is None or (isinstance(step, Step) and step.uses in PROOFS):
             # Proofs and trials leave the generators as they were: a resumed run makes them again.
             with RandomState.now(self.engine.device).replayed():
                 step = self._built(evaluate, batch, counted, step)
             if step != UNPROVEN:  # another batch may tell more
                 self._steps[key] = step
+                if self.engine.device.type == "cuda":  # else gradients settle amidst what a proof took, and keep it
+                    torch.cuda.empty_cache()
+            model = self._model()  # a forward pass may have replaced a buffer
         if isinstance(step, Step):
             step.uses += 1
-        return step
+        return step, model.tensors
 
-    def _key(self, evaluate: Evaluate, batch: Any) -> Any:
+    def _key(self, evaluate: Evaluate, batch: Any, model: "Tensors") -> Any:
         """What is frozen in a graph: another value means another graph."""
         leaves, structure = pytree.tree_flatten(batch)
         device = self.engine.device.type
@@ -211,8 +237,7 @@ class Compiled:
             evaluate,
             structure,
             tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
-            tuple(module.training for module in self.engine.model.modules()),
-            self._model().kinds,
+            model.kinds,
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
             torch.get_float32_matmul_precision(),
             torch.backends.cudnn.allow_tf32,
@@ -220,9 +245,10 @@ class Compiled:
 
     def _model(self) -> "Tensors":
         """The model's tensors; walked through with all checks only where one is new or has another shape or flag."""
-        modules = self.engine.model.modules()
+        modules = _modules(self.engine.model)
         found = [x for m in modules for each in (m._parameters, m._buffers) for x in each.values() if x is not None]
-        kinds = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in found)
+        flags = tuple([m.training for m in modules])
+        kinds = (flags, *[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in found])
         known = self._tensors
         if known is None or known.kinds != kinds or not all(map(is_, known.found, found)):
             self.engine.require_same_parameters()
@@ -248,7 +274,8 @@ class Compiled:
                     graph = trace(self.engine, run, plan, evaluate, batch, counted, limits)
                     compiled = torch.compile(graph, fullgraph=True, dynamic=False, options=self._options())
                     step = Step(lambda inputs: compiled(*inputs), plan)
-                    self._tried(step, batch, counted)  # compiled here
+                    del run  # and the activations it holds
+                    step.draws = self._tried(step, batch, counted).random  # compiled here
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever torch's tracers and compilers raise
@@ -277,7 +304,10 @@ class Compiled:
         """For torch.compile. CUDA graphs are replayed here, where memory can be fixed."""
         tuned = "max-autotune-no-cudagraphs" if self._mode.startswith("max-autotune") else "default"
         # On a CPU channels-last images would be transposed for every grouped convolution, and back.
-        return {**torch._inductor.list_mode_options(tuned), "layout_optimization": self.engine.device.type != "cpu"}
+        on_cpu = self.engine.device.type == "cpu"
+        options = {**torch._inductor.list_mode_options(tuned), "layout_optimization": not on_cpu}
+        # Else all layers' scaled gradients would be made by one kernel, and lie there at the same time.
+        return options if on_cpu else {**options, "max_fusion_size": 8}
 
     def _agrees(self, step: Step, evaluate: Evaluate, batch: Any, few: Tensor) -> bool:
         """Whether the compiled step gives the norms and sums that the eager one gives for a few examples alone.
@@ -315,7 +345,7 @@ class Compiled:
         """What a step gives, at thresholds of 1; each trial starts from the same random numbers."""
         state = RandomState.now(self.engine.device)
         with state.replayed():
-            sums, norms, losses, _ = self._outputs(step, batch, counted, self._ones)
+            sums, norms, losses, _ = self._outputs(step, self._model().tensors, batch, counted, self._ones)
             return Trial([x.clone() for x in sums], norms.clone(), losses.clone()[:, None], not state.unmoved())
 
     @property
@@ -341,6 +371,17 @@ def _levels_out() -> int:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("qclip."):
         frame, levels = frame.f_back, levels + 1
     return levels
+
+
+def _modules(root: nn.Module) -> list[nn.Module]:
+    """All modules, each once: at every step, so without the names that torch's own walk makes."""
+    found, seen = [root], {root}
+    for module in found:  # which grows
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+    return found
 
 
 def _padded(batch: Any, keep: Tensor, slots: int) -> tuple[Any, Tensor]:

@@ -33,6 +33,7 @@ from qclip.engine.products import (
     product,
     rough_product,
     rounding,
+    weighted_rows,
 )
 
 CHUNK_BYTES: Final = 2**26
@@ -153,7 +154,7 @@ class Dense(Form):
             return native_weighted_sum(factors, self.grads)
         grads = full(self.grads)
         rows = grads.reshape(len(grads), grads.shape[1:].numel())
-        return (factors.to(grads.dtype) @ rows).view(grads.shape[1:])
+        return weighted_rows(factors, rows).view(grads.shape[1:])
 
     def dense(self) -> Tensor:
         """[B, *shape]."""

@@ -23,7 +23,7 @@ from qclip.engine.fallback import Evaluation
 from qclip.engine.parts import Parts, collect, prepare
 from qclip.engine.plan import Plan
 from qclip.engine.randomness import RandomState
-from qclip.engine.rewrites import clip_early, free_layouts, is_random, use_recomputed
+from qclip.engine.rewrites import clip_early, free_layouts, is_random, one_pass_cross_entropy, use_recomputed
 from qclip.engine.sites import Site
 
 
@@ -97,6 +97,7 @@ def trace(
     clip_early(graph.graph, *ends)
     graph.graph.eliminate_dead_code()
     if keep.is_cuda:
+        one_pass_cross_entropy(graph.graph)
         free_layouts(graph.graph)
     graph.recompile()
     return graph

@@ -10,6 +10,10 @@ from torch import Tensor
 
 ROUNDINGS = 4
 """How many units of rounding norms are taken from above."""
+FEW_ROWS = 64
+"""How many rows a GPU scales and adds up itself: compiled, that takes in how their factors came about."""
+LONG = 256
+"""How many positions are added up at once."""
 
 
 def full(x: Tensor) -> Tensor:
@@ -60,6 +64,14 @@ def aligned(x: Tensor, *, positions: bool = False) -> Tensor:
     return F.pad(x, (0, wanting[0], 0, wanting[1])) if any(wanting) else x
 
 
+def weighted_rows(factors: Tensor, rows: Tensor) -> Tensor:
+    """The sum of the rows of [B, numbers] times their factors, in the rows' precision."""
+    factors = factors.to(rows.dtype)
+    if rows.is_cuda and len(rows) <= FEW_ROWS:
+        return (factors[:, None] * rows).sum(0)
+    return factors @ rows
+
+
 def native_weighted_sum(factors: Tensor, rows: Tensor) -> Tensor:
     """The sum over the first dimension of native rows times float32 factors, in float32; every row is read once."""
     if len(rows) <= 16:
@@ -82,6 +94,20 @@ def native_weighted_sum(factors: Tensor, rows: Tensor) -> Tensor:
         flat = F.pad(flat, (0, -flat.shape[1] % 8, 0, -len(rows) % 8))
     total = product(weights, flat).sum(0)[: rows.shape[1:].numel()].view(lying.shape[1:])
     return total.permute(sorted(range(len(order)), key=lambda k: order[k])).contiguous()
+
+
+def position_sums(x: Tensor) -> Tensor:
+    """[B, T, ...] summed over the positions, at least float32.
+
+    Long sums go in two steps where T can be divided into long parts: a GPU has little to do at once in one for which
+    most of the work is inside each sum, and the compiler fuses whatever made the summands with it.
+    """
+    dtype = torch.float32 if is_half(x) else x.dtype
+    positions = x.shape[1]
+    step = max((step for step in range(1, LONG + 1) if positions % step == 0), default=1) if positions > LONG else 1
+    if step >= LONG // 4:
+        x = x.unflatten(1, (-1, step)).sum(2, dtype=dtype)
+    return x.sum(1, dtype=dtype)
 
 
 def rounding(x: Tensor) -> float:

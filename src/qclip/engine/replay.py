@@ -1,12 +1,17 @@
 """Replay: a function recorded as a CUDA graph, so that the whole step is one launch."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from qclip.engine.randomness import RandomState
+
+GROWING: Final = "expandable_segments"
+"""Torch's name for blocks of memory that can grow."""
 
 
 class Replay:
@@ -44,6 +49,31 @@ class Replay:
             self._function(mine)  # whatever is set up on the way must not be recorded
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with _growing_memory(), torch.cuda.graph(graph):
             self._result = self._function(mine)
         self._graph = graph
+
+
+def _environment() -> str:
+    """How torch was told to deal with memory when it started."""
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+
+
+@contextmanager
+def _growing_memory() -> Iterator[None]:
+    """Memory for new tensors comes from blocks that can grow, where torch has such and is not told otherwise.
+
+    A recording keeps its memory for good. In blocks of fixed sizes much of that would be gaps between tensors.
+    """
+    settle = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    settings = getattr(torch._C, "_accelerator_getAllocatorSettings", _environment)()
+    told = GROWING in _environment() or f"{GROWING}:True" in settings
+    if told or settle is None or torch.cuda.get_allocator_backend() != "native":
+        yield
+        return
+    others = [each for each in settings.split(",") if each and not each.startswith(GROWING)]
+    settle(",".join([*others, f"{GROWING}:True"]))
+    try:
+        yield
+    finally:
+        settle(",".join([*others, f"{GROWING}:False"]))

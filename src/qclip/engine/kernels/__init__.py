@@ -21,6 +21,15 @@ def installed() -> bool:
     return find_spec("triton") is not None
 
 
+def power_of_two(size: int) -> int:
+    """The least that is not smaller: what Triton's tiles are made of.
+
+    >>> [power_of_two(size) for size in (1, 2, 3, 16, 17)]
+    [1, 2, 4, 16, 32]
+    """
+    return 1 << (size - 1).bit_length()
+
+
 def usable(*tensors: Tensor) -> bool:
     """Whether the kernels take these tensors: Triton is installed, all lie on one GPU that can, in one precision.
 

@@ -9,12 +9,12 @@ Shapes: B examples, T positions, M and N the two sides of a weight.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from qclip.engine.kernels import installed, usable
+from qclip.engine.kernels import installed, power_of_two, usable
 from qclip.engine.products import aligned, full, is_half, is_native, product
 
 if installed():
@@ -22,6 +22,11 @@ if installed():
     import triton.language as tl
 else:
     triton = None
+
+
+PARTS: Final = 4
+MOST_POSITIONS: Final = 256
+"""Up to which whole Gram matrices are multiplied and summed by a kernel: some rows of one fit a program."""
 
 
 def gram_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,6 +47,14 @@ def twin(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """The same in plain torch, from whole Gram matrices."""
     left, right = aligned(left, positions=True), aligned(right, positions=True)
     lefts, rights = product(left, left.mT), product(right, right.mT)
+    if is_native(left) and 0 < left.shape[1] <= MOST_POSITIONS:
+        squares, sizes = pair_sums(lefts, rights).sum(1).unbind()  # of so few parts that the compiler writes them out
+        return squares, sizes
+    return pair_sums_twin(lefts, rights)
+
+
+def pair_sums_twin(lefts: Tensor, rights: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of the products of two matrices' entries, and of the roots of those on the diagonals, [B] each."""
     sizes = (lefts.diagonal(dim1=1, dim2=2) * rights.diagonal(dim1=1, dim2=2)).clamp(min=0).sqrt().sum(1)
     return (lefts * rights).sum((1, 2)), sizes
 
@@ -63,6 +76,32 @@ def squares_and_sizes(left: Tensor, right: Tensor) -> Tensor:
 @squares_and_sizes.register_fake
 def _(left: Tensor, right: Tensor) -> Tensor:
     return full(left.new_empty((2, left.shape[0])))
+
+
+@torch.library.custom_op("qclip::pair_sums", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+def pair_sums(lefts: Tensor, rights: Tensor) -> Tensor:
+    """What `pair_sums_twin` gives for Gram matrices [B, T, T], in `PARTS` parts each: [2, PARTS, B]."""
+    if usable(lefts, rights):
+        return launch_pairs(lefts, rights)
+    found = torch.stack(pair_sums_twin(lefts, rights)).unsqueeze(1)
+    return torch.cat([found, torch.zeros_like(found).expand(-1, PARTS - 1, -1)], 1)
+
+
+@pair_sums.register_fake
+def _(lefts: Tensor, rights: Tensor) -> Tensor:
+    return lefts.new_empty((2, PARTS, len(lefts)))
+
+
+def launch_pairs(lefts: Tensor, rights: Tensor) -> Tensor:
+    """Run the kernel: [2, PARTS, B]."""
+    lefts, rights = lefts.contiguous(), rights.contiguous()
+    count, positions, _ = lefts.shape
+    found = torch.empty(2, PARTS, count, dtype=torch.float32, device=lefts.device)
+    kernel: Any = _pairs
+    with torch.cuda.device_of(lefts):
+        rows = power_of_two(-(-positions // PARTS))
+        kernel[(count, PARTS)](lefts, rights, found, count, positions, rows, power_of_two(positions))
+    return found
 
 
 @dataclass(frozen=True)
@@ -117,6 +156,21 @@ def _steps(x: Tensor) -> tuple[int, int]:
 
 
 if triton is not None:
+
+    @triton.jit
+    def _pairs(lefts, rights, found, count, T: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        """Some rows of one example's two Gram matrices."""
+        example, part = tl.program_id(0), tl.program_id(1)
+        lefts += example.to(tl.int64) * (T * T)
+        rights += example.to(tl.int64) * (T * T)
+        rows, columns = part * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        at = rows[:, None] * T + columns[None, :]
+        inside = (rows < T)[:, None] & (columns < T)[None, :]
+        both = tl.load(lefts + at, mask=inside, other=0.0) * tl.load(rights + at, mask=inside, other=0.0)
+        own = tl.sum(tl.where(rows[:, None] == columns[None, :], both, 0.0), 1)
+        place = found + part * count + example
+        tl.store(place, tl.sum(both))
+        tl.store(place + tl.num_programs(1) * count, tl.sum(tl.sqrt(tl.maximum(own, 0.0))))
 
     @triton.jit
     def _tile(

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qclip.engine.kernels import installed, usable
+from qclip.engine.kernels import installed, power_of_two, usable
 from qclip.engine.products import full, rough_product
 
 if installed():
@@ -191,7 +191,7 @@ def tiling(side: int, places: int, positions: int, dtype: torch.dtype) -> Tiling
 
 def _power(size: int, most: int) -> int:
     """The power of two that holds so many, from 16 (the least that matrix units take) to ``most``."""
-    return min(most, max(16, 1 << (size - 1).bit_length()))
+    return min(most, max(16, power_of_two(size)))
 
 
 class Known(NamedTuple):
@@ -281,7 +281,9 @@ def launch_sums(
 
     By default there are enough shares for all of a GPU: about `PROGRAMS` tiles in all (35 MB), or one weight if larger.
     """
-    cut = cut or tiling(*_sizes(images, grads, geometry[0]), images.dtype)  # the tiles that gave the norms
+    if cut is None:  # smaller than the tiles that gave the norms, in the same steps over the positions: the same bits
+        side, places, positions = _sizes(images, grads, geometry[0])
+        cut = tiling(min(side, 64), places, positions, images.dtype)
     known = _known(images, grads, geometry, cut)
     count = len(images)
     shares = min(count, shares or -(-PROGRAMS // known.TILES))

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qclip.engine.forms import Dense, Outer
+from qclip.engine.products import position_sums
 from qclip.engine.rules.registry import Gradient, register_rule, rows_of, sum_to
 
 
@@ -22,7 +23,7 @@ def linear(grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = No
     return {
         "weight": lambda: outer(rows, rows_of(input), weight.shape),
         "bias": lambda: Dense(
-            rows.sum(1)[:, : weight.shape[0]]
+            position_sums(rows)[:, : weight.shape[0]]
             if bias is None or bias.dim()
             else rows.sum((1, 2))  # see `widened_linear`
         ),

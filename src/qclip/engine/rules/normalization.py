@@ -1,11 +1,13 @@
 """Normalisations: the weight scales what is normalised, the bias is added; both see every position."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from qclip.engine.forms import Dense
+from qclip.engine.kernels.layer_norm import layer_norm_sums
 from qclip.engine.products import full
 from qclip.engine.rules.registry import Gradient, register_rule
 
@@ -14,6 +16,20 @@ def scale_and_shift(grad: Tensor, normalised: Tensor, over: tuple[int, ...]) -> 
     """Gradients of ``weight * normalised + bias`` summed over the given dimensions."""
     grad = full(grad)
     return {"weight": lambda: Dense((grad * normalised).sum(over)), "bias": lambda: Dense(grad.sum(over))}
+
+
+def last_dimensions(
+    grad: Tensor, input: Tensor, shape: Sequence[int], eps: float, *, centred: bool
+) -> Mapping[str, Gradient]:
+    """The same where the last dimensions, of this shape, are normalised together."""
+
+    @cache
+    def sums() -> tuple[Tensor, Tensor]:
+        before = grad.dim() - len(shape)  # there is at least the example's own position
+        grads, inputs = (x.flatten(before).flatten(1, before - 1) for x in (grad, input))
+        return layer_norm_sums(grads, inputs, eps, centred=centred)
+
+    return {name: lambda k=k: Dense(sums()[k].unflatten(1, shape)) for k, name in enumerate(("weight", "bias"))}
 
 
 @register_rule(torch.layer_norm)
@@ -27,20 +43,16 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Mapping[str, Gradient]:
     """Normalised over the last dimensions."""
-    return scale_and_shift(
-        grad, torch.layer_norm(full(input), normalized_shape, eps=eps), _leading(grad, normalized_shape)
-    )
+    return last_dimensions(grad, input, normalized_shape, eps, centred=True)
 
 
 @register_rule(torch.rms_norm)
 def rms_norm(
     grad: Tensor, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Mapping[str, Gradient]:
-    """Divided by the root mean square over the last dimensions; the default eps is that of the input's precision."""
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
-    return scale_and_shift(
-        grad, torch.rms_norm(full(input), normalized_shape, eps=eps), _leading(grad, normalized_shape)
-    )
+    """Divided by the root mean square over the last dimensions; the default eps is that of the arithmetic."""
+    eps = torch.finfo(full(input).dtype).eps if eps is None else eps
+    return last_dimensions(grad, input, normalized_shape, eps, centred=False)
 
 
 @register_rule(torch.group_norm)
@@ -98,11 +110,6 @@ def batch_norm(
     across = [1, 1, -1, *[1] * (input.dim() - 3)]
     normalised = (full(input) - running_mean.view(across)) * (running_var.view(across) + eps).rsqrt()
     return scale_and_shift(grad, normalised, _all_but_channels(grad))
-
-
-def _leading(grad: Tensor, normalized_shape: Sequence[int]) -> tuple[int, ...]:
-    """The dimensions of positions; there is at least the example's own, of length 1."""
-    return tuple(range(1, grad.dim() - len(normalized_shape)))
 
 
 def _all_but_channels(grad: Tensor) -> tuple[int, ...]:
