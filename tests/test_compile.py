@@ -37,9 +37,9 @@ def steps(monkeypatch):
     found = []
     run = Compiled._run
 
-    def counted(self, step, batch, counted, thresholds, keep):
+    def counted(self, step, model, batch, counted, thresholds, keep):
         found.append(len(counted))
-        return run(self, step, batch, counted, thresholds, keep)
+        return run(self, step, model, batch, counted, thresholds, keep)
 
     monkeypatch.setattr(Compiled, "_run", counted)
     return found

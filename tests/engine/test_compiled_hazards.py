@@ -9,7 +9,7 @@ from torch import nn
 
 from engine.compare import distance
 from engine.driven import Pair, as_traced
-from qclip.engine.compiled import MOST_KINDS
+from qclip.engine.compiled import MOST_KINDS, _modules
 from qclip.engine.refusal import Refusal
 
 
@@ -125,3 +125,13 @@ def test_the_warning_points_at_the_caller():
     with pytest.warns(UserWarning, match="not compiled") as caught:
         pair.driver.clipped(pair.evaluate, (torch.randn(6, 4), torch.randn(6)), 1.0)
     assert caught[0].filename == __file__
+
+
+def test_modules_are_walked_once_each():
+    """Whether they are shared or hold each other."""
+    one, two = nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2))
+    whole = nn.ModuleDict({"one": one, "again": one, "two": two})
+    two.add_module("whole", whole)
+    two.register_module("none", None)
+    assert len(_modules(whole)) == 5
+    assert set(_modules(whole)) == set(whole.modules())

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from engine.cases import CASES
 from engine.cases.case import squared
 from engine.compare import distance, fast, middle, quiet, slow
-from qclip.engine import clipped_gradients
+from qclip.engine import clipped_gradients, oracle
 
 pytestmark = quiet
 
@@ -95,6 +95,19 @@ def test_norms_are_accumulated_in_float32(positions, width, autocast):
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found = clipped_gradients(model, squared, x, targets, 1.0)
     torch.testing.assert_close(found.norms.double(), exact, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+def test_normalisations_of_small_numbers(norm):
+    """An eps that is not given is the arithmetic's, not bfloat16's: with that one, gradients would be ten times smaller."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), norm(8)).to(torch.bfloat16)
+    x, targets = (0.02 * torch.randn(4, 3, 8)).bfloat16(), 5 + torch.randn(4)
+    found, expected = (
+        clipped_gradients(model, squared, x, targets, 1.0),
+        oracle.clipped_gradients(model, squared, x, targets, 1.0),
+    )
+    assert_close(found, expected)
 
 
 def test_sum_keeps_what_bfloat16_would_lose():
