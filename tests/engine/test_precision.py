@@ -99,7 +99,7 @@ def test_norms_are_accumulated_in_float32(positions, width, autocast):
 
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
 def test_normalisations_of_small_numbers(norm):
-    """An eps that is not given is the arithmetic's, not bfloat16's: with that one, gradients would be ten times smaller."""
+    """An eps that is not given is that of the arithmetic: bfloat16's would outweigh the squares of small inputs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8, bias=False), norm(8)).to(torch.bfloat16)
     x, targets = (0.02 * torch.randn(4, 3, 8)).bfloat16(), 5 + torch.randn(4)
