@@ -22,6 +22,7 @@ from qclip.engine import batch as batches
 from qclip.engine.compiled import PROVEN, Compiled
 from qclip.engine.engine import call
 from qclip.engine.refusal import Refusal
+from qclip.engine.rewrites import clip_early
 
 pytestmark = quiet
 
@@ -316,6 +317,28 @@ def test_a_step_that_draws_and_is_not_finite_is_not_used(monkeypatch):
     with pytest.warns(UserWarning, match="does not give what the eager one gives"):
         found = pair.compiled(*data)
     assert found.norms.isfinite().all()
+
+
+@pytest.mark.parametrize("place", ["norms", "sums"])
+@pytest.mark.parametrize("model", [lambda: mlp(nn.Dropout(0.5)), mlp], ids=["draws", "does-not"])
+def test_a_graph_that_was_rewritten_wrongly_is_not_used(model, place, monkeypatch, traced):
+    """Also where random numbers are drawn."""
+
+    def spoil(whole, *ends):
+        clip_early(whole, *ends)
+        out = whole.output_node()
+        sums, norms, losses, finite = out.args[0]
+        with whole.inserting_before(out):
+            if place == "norms":
+                norms = whole.call_function(torch.ops.aten.mul.Tensor, (norms, 0.9))
+            else:
+                sums = [whole.call_function(torch.ops.aten.mul.Tensor, (value, 1.1)) for value in sums]
+        out.args = ((sums, norms, losses, finite),)
+
+    monkeypatch.setattr("qclip.engine.graph.clip_early", spoil)
+    pair, data = Pair(model()), batch(B, D)
+    with pytest.warns(UserWarning, match="does not give what the eager one gives"):
+        pair.compiled(*data)
 
 
 # Results

@@ -21,7 +21,7 @@ from qclip import _validate as check
 from qclip.engine import batch as batches
 from qclip.engine import checks, clipping
 from qclip.engine.checks import Evaluate
-from qclip.engine.engine import Choice, Engine
+from qclip.engine.engine import Choice, Engine, Run
 from qclip.engine.graph import inputs_of, model_tensors, trace
 from qclip.engine.plan import Plan
 from qclip.engine.proof import PROOFS, halves, replacement
@@ -29,6 +29,7 @@ from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 from qclip.engine.replay import Replay
 from qclip.engine.result import ClippedGradients
+from qclip.engine.rewrites import is_random
 
 MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Those of `torch.compile`; "reduce-overhead" and "max-autotune" replay CUDA graphs."""
@@ -39,6 +40,8 @@ MOST_KINDS: Final = 16
 UNPROVEN: Final = (
     "the first examples do not prove which rows are whose: some gradient is zero, not finite or in no one's"
 )
+
+DIFFERENT: Final = "the compiled step does not give what the eager one gives"
 
 Outputs = tuple[list[Tensor], Tensor, Tensor, Tensor]
 Announce = Callable[[str], AbstractContextManager[Any]]
@@ -272,6 +275,8 @@ class Compiled:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
                     graph = trace(self.engine, run, plan, evaluate, batch, counted, limits)
+                    if any(map(is_random, graph.graph.nodes)) and not self._draws_alike(run, plan, evaluate, part, few):
+                        return DIFFERENT
                     compiled = torch.compile(graph, fullgraph=True, dynamic=False, options=self._options())
                     step = Step(lambda inputs: compiled(*inputs), plan)
                     del run  # and the activations it holds
@@ -281,7 +286,7 @@ class Compiled:
             except Exception as error:  # whatever torch's tracers and compilers raise
                 return _in_words(error)
             if not self._agrees(step, evaluate, batch, torch.arange(count, device=counted.device) < few):
-                return "the compiled step does not give what the eager one gives"
+                return DIFFERENT
             self._require_separation(step, batch, count)
             self._record(step, batch, counted)
         return step
@@ -312,20 +317,40 @@ class Compiled:
     def _agrees(self, step: Step, evaluate: Evaluate, batch: Any, few: Tensor) -> bool:
         """Whether the compiled step gives the norms and sums that the eager one gives for a few examples alone.
 
-        Where random numbers are drawn the two draw others, so only what is finite is compared. The norm of one example
-        of five may differ, as where another kernel's rounding makes another element the largest of its pool.
+        Where random numbers are drawn the two draw others, so only what is finite is compared.
         """
         mine = self._tried(step, batch, few)
-        with RandomState.now(self.engine.device).replayed():
-            part = batches.select(batch, few, len(few))
-            theirs = self.engine.clipped(evaluate, part, self._ones, mask=few[few])
+        theirs = self._eager(evaluate, batches.select(batch, few, len(few)), few[few])
         if mine.random:
             return torch.equal(mine.norms[few].isfinite(), theirs.group_norms.isfinite())
+        return self._same(mine.sums, mine.norms[few], theirs)
+
+    def _draws_alike(self, run: Run, plan: Plan, evaluate: Evaluate, part: Any, few: int) -> bool:
+        """Whether the graph of a few examples gives what the eager driver gives for them, from the same random numbers.
+
+        Run as it is, operation by operation: compiled, it would draw others.
+        """
+        everyone = torch.ones(few, dtype=torch.bool, device=self.engine.device)
+        graph = trace(self.engine, run, plan, evaluate, part, everyone, self._limit(self._ones))
+        mine = self._tried(Step(lambda inputs: graph(*inputs), plan), part, everyone)
+        return self._same(mine.sums, mine.norms, self._eager(evaluate, part, everyone))
+
+    def _eager(self, evaluate: Evaluate, batch: Any, mask: Tensor) -> ClippedGradients:
+        """What the eager driver gives at thresholds of 1, from the random numbers that a trial starts from."""
+        with RandomState.now(self.engine.device).replayed():
+            return self.engine.clipped(evaluate, batch, self._ones, mask=mask)
+
+    def _same(self, sums: Sequence[Tensor], norms: Tensor, theirs: ClippedGradients) -> bool:
+        """Whether these are the sums and the norms [B, K] of the eager driver.
+
+        The norm of one example of five may differ, as where another kernel's rounding makes another element the largest
+        of its pool.
+        """
         tolerance = self._tolerance(1e-3, 5e-2)
-        differ = _differ(mine.norms[few], theirs.group_norms, tolerance)
+        differ = _differ(norms, theirs.group_norms, tolerance)
         if bool(differ.any()) or not bool(theirs.norms.isfinite().all()):
             return int(differ.sum()) <= len(differ) // 5
-        apart = [torch.linalg.vector_norm(a - b) for a, b in zip(mine.sums, theirs.sums.values(), strict=True)]
+        apart = [torch.linalg.vector_norm(a - b) for a, b in zip(sums, theirs.sums.values(), strict=True)]
         room = tolerance * theirs.norms.clamp(max=theirs.l2_bound).sum()
         return bool(torch.linalg.vector_norm(torch.stack(apart)) <= room)
 
