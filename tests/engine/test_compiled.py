@@ -4,7 +4,9 @@ Tracing, proofs on a few examples, padding and repair are what can go wrong here
 tests run the traced graph as it is. A few rows go through the compiler too, and all models when slow tests are run.
 """
 
+import gc
 import math
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -342,6 +344,25 @@ def test_a_graph_that_was_rewritten_wrongly_is_not_used(model, place, monkeypatc
 
 
 # Results
+
+
+def test_a_result_goes_when_nothing_uses_it(traced):
+    """Not when Python next looks for cycles: it holds sums as large as the model."""
+    pair = Pair(mlp())
+    pair.compiled(*batch(B, D))
+    gc.collect()
+    gc.disable()
+    try:
+        for spoilt in (False, True):
+            x, y = batch(B, D)
+            if spoilt:
+                x[0] = torch.nan
+            result = pair.compiled(x, y, wait=False)
+            held = [weakref.ref(value) for value in (*result.sums.values(), *result.settled().sums.values())]
+            del result
+            assert all(each() is None for each in held)
+    finally:
+        gc.enable()
 
 
 def test_a_result_is_settled_when_it_is_asked_for(traced):

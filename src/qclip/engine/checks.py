@@ -94,6 +94,12 @@ def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
+def require_gradient_mode() -> None:
+    """Refuse to train where torch keeps no record of what was computed."""
+    if torch.is_inference_mode_enabled():
+        raise Refusal("no gradients in inference mode; leave torch.inference_mode() for training")
+
+
 def require_inputs(batch: Any) -> None:
     """Only tensors, numbers and text: what else a batch holds could not be told apart by example."""
     for leaf in pytree.tree_leaves(batch):

@@ -127,8 +127,7 @@ class Compiled:
         count = batches.size(batch, mask)
         if count == 0:
             return engine.clipped(evaluate, batch, clip_norm, mask=mask)
-        if torch.is_inference_mode_enabled():
-            raise Refusal("no gradients in inference mode; leave torch.inference_mode() for training")
+        checks.require_gradient_mode()
         checks.require_inputs(batch)
         keep = batches.full_mask(count, mask, engine.device)
         padded, counted = _padded(batch, keep, max(count, self._slots or 0))
@@ -152,6 +151,9 @@ class Compiled:
         drawn_from = RandomState.now(self.engine.device) if step.draws else None
         sums, by_group, losses, finite = self._outputs(step, model, batch, counted, thresholds)
         count, usable = len(keep), finite & counted
+        borrowed = isinstance(step.run, Replay)
+        # Without the sums, which would live as long as their own repair otherwise: until Python looks for cycles.
+        result = ClippedGradients.of({}, by_group[:count].clone(), thresholds, losses[:count].clone(), keep, borrowed)
         read = [(x, x._version) for x in (*model, *batches.tensors(batch))]
 
         def repaired() -> ClippedGradients:
@@ -176,19 +178,9 @@ class Compiled:
                     "an example is finite or not by the random numbers that the model draws, which a compiled step "
                     "cannot leave out; train without compile"
                 )
-            return replace(result, sums=self._named(sums), clean=None, repaired=None)
+            return replace(result, sums=self._named(sums))
 
-        result = ClippedGradients.of(
-            self._named(sums),
-            by_group[:count].clone(),
-            thresholds,
-            losses[:count].clone(),
-            keep,
-            borrowed=isinstance(step.run, Replay),
-            clean=finite.all(),
-            repaired=repaired,
-        )
-        return result
+        return replace(result, sums=self._named(sums), clean=finite.all(), repaired=repaired)
 
     def _named(self, sums: Sequence[Tensor]) -> dict[str, Tensor]:
         return dict(zip(self.engine.parameters, sums, strict=True))

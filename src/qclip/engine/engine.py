@@ -232,8 +232,7 @@ class Engine:
         proving: bool = False,
     ) -> "Run":
         """A capture ready to be entered; a proof also compares the values of buffers."""
-        if torch.is_inference_mode_enabled():
-            raise Refusal("no gradients in inference mode; leave torch.inference_mode() for training")
+        checks.require_gradient_mode()
         checks.require_inputs(batch)
         self.require_same_parameters()
         constants = [x for _, x in checks.named_tensors(self.model) if not x.requires_grad]

@@ -42,15 +42,12 @@ class ClippedGradients:
         clip_norms: tuple[float, ...],
         losses: Tensor,
         mask: Tensor,
-        *,
         borrowed: bool = False,
-        clean: Tensor | None = None,
-        repaired: "Callable[[], ClippedGradients] | None" = None,
     ) -> "ClippedGradients":
         """From norms that are infinite where an example is masked or not finite."""
         group_norms = torch.where(mask[:, None], group_norms, 0)
         norms = torch.linalg.vector_norm(group_norms, dim=1)
-        return ClippedGradients(sums, norms, group_norms, clip_norms, losses, mask, borrowed, clean, repaired)
+        return ClippedGradients(sums, norms, group_norms, clip_norms, losses, mask, borrowed)
 
     def settled(self) -> "ClippedGradients":
         """With sums that hold; waits for the device where that is not known yet."""
