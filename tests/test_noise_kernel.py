@@ -14,6 +14,7 @@ import pytest
 import torch
 from scipy import stats
 
+from engine.test_kernels import compile_for_a_gpu
 from qclip import mechanism, noise_kernel
 
 N = 70_001
@@ -165,3 +166,18 @@ def test_release_asks_the_kernel_where_it_is_usable(monkeypatch):
     assert asked == [(2, (0.75, 0.75), 0.25, torch.float32), (1, (0.75,), 0.25, torch.bfloat16)]
     assert list(noisy) == list(tensors)
     assert noisy["c"].abs().sum() > 0
+
+
+def test_the_fast_logarithm_compiles_for_a_gpu(tmp_path, monkeypatch):
+    """Triton's interpreter cannot run it."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pointers = {"rows": "*i64", "addresses": "*i64", "stds": "*fp32", "memory": "*bf16", "seed": "*i64"}
+    settings = {"scale": "fp32", "ALIGNED": True, "BLOCK": noise_kernel.BLOCK}
+    fast, exact = (
+        compile_for_a_gpu(noise_kernel._add_noise, **pointers, **settings, FAST=each).asm["ptx"]
+        for each in (True, False)
+    )
+    assert "lg2.approx.f32" in fast
+    assert "ld.global.v4" in fast  # four sums at once
+    assert len(fast) < len(exact)

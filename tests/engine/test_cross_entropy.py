@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from engine.compare import assert_same
 from engine.driven import Pair
 from qclip.engine import capture, rewrites
+from qclip.engine.cross_entropy import one_pass_cross_entropy
 
 B, T, D, V = 7, 5, 6, 11
 IGNORED = -100
@@ -43,7 +44,7 @@ def rewriting(monkeypatch, most_classes):
 
     def compile(graph, **options):
         before = names(graph.graph)
-        rewrites.one_pass_cross_entropy(graph.graph, most_classes)
+        one_pass_cross_entropy(graph.graph, most_classes)
         graph.graph.lint()
         graph.recompile()
         graphs.append((before, names(graph.graph)))
@@ -120,7 +121,7 @@ def test_the_gradient_is_as_wide_as_the_layer(monkeypatch):
 
     def compile(graph, **options):
         counts.append(len(names(graph.graph, ["slice_backward"])))
-        rewrites.one_pass_cross_entropy(graph.graph, 4)
+        one_pass_cross_entropy(graph.graph, 4)
         counts.append(len(names(graph.graph, ["slice_backward"])))
         graph.recompile()
         return graph
@@ -214,7 +215,7 @@ def traced(loss, scores, target, most_classes=4):
     rewrites.use_recomputed(graph.graph, 0, 0)  # as in a step: nothing is differentiated any more
     graph.recompile()
     expected, before = graph(scores, target), names(graph.graph)
-    rewrites.one_pass_cross_entropy(graph.graph, most_classes)
+    one_pass_cross_entropy(graph.graph, most_classes)
     graph.graph.lint()
     graph.recompile()
     for found, truth in zip(graph(scores, target), expected, strict=True):

@@ -157,7 +157,7 @@ def test_native_norms_of_few_positions_are_sums_of_pairs(monkeypatch):
     monkeypatch.setattr(gram, "is_native", lambda x: True)
     monkeypatch.setattr(gram, "pair_sums", watched)
     for (left, right), (squares, lengths) in zip(both, expected, strict=True):
-        found = gram.twin(left, right)
+        found = gram.squares_from_matrices(left, right)
         torch.testing.assert_close(found[0], squares)
         torch.testing.assert_close(found[1], lengths)
     assert sizes == [72, 256]

@@ -22,7 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from qclip.engine.kernels.gram import gram_squares, twin, wins
+from qclip.engine.kernels.gram import gram_squares, squares_from_matrices, wins
 from qclip.engine.products import (
     ROUNDINGS,
     aligned,
@@ -387,7 +387,7 @@ def _scaled(x: Tensor, factors: Tensor) -> Tensor:
 def _gram(left: Tensor, right: Tensor) -> Tensor:
     groups = left.shape[:2]
     lefts, rights = left.flatten(0, 1), right.flatten(0, 1)
-    found = gram_squares(lefts, rights) if wins(lefts, rights) else twin(lefts, rights)
+    found = gram_squares(lefts, rights) if wins(lefts, rights) else squares_from_matrices(lefts, rights)
     squares, sizes = (x.view(groups).sum(1) for x in found)
     # Products of products round relative to the squared sizes: a norm far below them is not resolved.
     squares = squares.clamp(min=0) + ROUNDINGS * rounding(sizes) * sizes.square()

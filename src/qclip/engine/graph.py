@@ -18,12 +18,13 @@ from torch.utils import _pytree as pytree
 from qclip.engine import batch as batches
 from qclip.engine import checks, clipping
 from qclip.engine.checks import Evaluate
+from qclip.engine.cross_entropy import one_pass_cross_entropy
 from qclip.engine.engine import Engine, Run
 from qclip.engine.fallback import Evaluation
 from qclip.engine.parts import Parts, collect, prepare
 from qclip.engine.plan import Plan
 from qclip.engine.randomness import RandomState
-from qclip.engine.rewrites import clip_early, free_layouts, is_random, one_pass_cross_entropy, use_recomputed
+from qclip.engine.rewrites import clip_early, free_layouts, is_random, use_recomputed
 from qclip.engine.sites import Site
 
 

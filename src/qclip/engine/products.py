@@ -104,7 +104,7 @@ def position_sums(x: Tensor) -> Tensor:
     """
     dtype = torch.float32 if is_half(x) else x.dtype
     positions = x.shape[1]
-    step = max((step for step in range(1, LONG + 1) if positions % step == 0), default=1) if positions > LONG else 1
+    step = max(step for step in range(1, LONG + 1) if positions % step == 0) if positions > LONG else 1
     if step >= LONG // 4:
         x = x.unflatten(1, (-1, step)).sum(2, dtype=dtype)
     return x.sum(1, dtype=dtype)

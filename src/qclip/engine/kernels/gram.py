@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qclip.engine.kernels import installed, power_of_two, usable
@@ -25,6 +26,7 @@ else:
 
 
 PARTS: Final = 4
+"""In how many parts the rows of a Gram matrix are multiplied and summed."""
 MOST_POSITIONS: Final = 256
 """Up to which whole Gram matrices are multiplied and summed by a kernel: some rows of one fit a program."""
 
@@ -44,13 +46,23 @@ def gram_squares(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def twin(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in plain torch, from whole Gram matrices."""
-    left, right = aligned(left, positions=True), aligned(right, positions=True)
-    lefts, rights = product(left, left.mT), product(right, right.mT)
-    if is_native(left) and 0 < left.shape[1] <= MOST_POSITIONS:
+    """The same in plain torch."""
+    return pair_sums_twin(*matrices(left, right))
+
+
+def squares_from_matrices(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The same from whole Gram matrices, which the device's own products make."""
+    lefts, rights = matrices(left, right)
+    if is_native(left) and 0 < lefts.shape[1] <= MOST_POSITIONS:
         squares, sizes = pair_sums(lefts, rights).sum(1).unbind()  # of so few parts that the compiler writes them out
         return squares, sizes
     return pair_sums_twin(lefts, rights)
+
+
+def matrices(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """The Gram matrices of both sides, [B, T, T], with zeros added to T where that is faster."""
+    left, right = aligned(left, positions=True), aligned(right, positions=True)
+    return product(left, left.mT), product(right, right.mT)
 
 
 def pair_sums_twin(lefts: Tensor, rights: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,8 +95,7 @@ def pair_sums(lefts: Tensor, rights: Tensor) -> Tensor:
     """What `pair_sums_twin` gives for Gram matrices [B, T, T], in `PARTS` parts each: [2, PARTS, B]."""
     if usable(lefts, rights):
         return launch_pairs(lefts, rights)
-    found = torch.stack(pair_sums_twin(lefts, rights)).unsqueeze(1)
-    return torch.cat([found, torch.zeros_like(found).expand(-1, PARTS - 1, -1)], 1)
+    return F.pad(torch.stack(pair_sums_twin(lefts, rights)).unsqueeze(1), (0, 0, 0, PARTS - 1))
 
 
 @pair_sums.register_fake

@@ -9,6 +9,7 @@ Shapes: B examples, T positions, N numbers that are normalised together.
 from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qclip.engine.kernels import DTYPES, installed, usable
@@ -66,8 +67,7 @@ def sums_in_parts(grads: Tensor, inputs: Tensor, means: Tensor, scales: Tensor) 
     """Both results of `twin` as sums over some of the positions each: [2, B, parts, N]."""
     if takes(grads, inputs):
         return launch(grads, inputs, means, scales)
-    found = torch.stack(twin(grads, inputs, means, scales)).unsqueeze(2)
-    return torch.cat([found, torch.zeros_like(found).expand(-1, -1, parts(grads) - 1, -1)], 2)
+    return F.pad(torch.stack(twin(grads, inputs, means, scales)).unsqueeze(2), (0, 0, 0, parts(grads) - 1))
 
 
 @sums_in_parts.register_fake
