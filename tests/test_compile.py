@@ -28,7 +28,7 @@ Z = 0.5
 @pytest.fixture
 def traced(monkeypatch):
     """The traced graph runs as it is."""
-    monkeypatch.setattr(torch, "compile", lambda graph, **options: graph)
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs, options: graph)
 
 
 @pytest.fixture
@@ -146,11 +146,11 @@ def test_modes_are_those_of_the_compiler(mode, monkeypatch):
     """But for CUDA graphs, which are recorded here."""
     asked = []
 
-    def compile(graph, **options):
-        asked.append(options["options"])
+    def compile(graph, inputs, options):
+        asked.append(options)
         return graph
 
-    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(torch._inductor, "compile", compile)
     fused(*make(compile=mode))
     (options,) = asked
     assert bool(options.get("max_autotune")) == mode.startswith("max-autotune")

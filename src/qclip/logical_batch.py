@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qclip._transfer import sent
 from qclip._validate import Floats
 from qclip.engine import ClippedGradients
 from qclip.engine.engine import Choice
@@ -100,9 +101,9 @@ class LogicalBatch:
         self._settle()
         tensors, groups = dict(self._sums), dict(members)
         if self._question.slack is not None and self._within is not None:
-            coefficients = self._question.slack.coefficients(self._clip_norms)
-            for k, row in enumerate(coefficients):
-                tensors[_slack(k)] = self._within[k] * self._within.new_tensor(row)
+            coefficients = torch.tensor(self._question.slack.coefficients(self._clip_norms), dtype=self._within.dtype)
+            for k, row in enumerate(self._within * sent(coefficients, self._within.device)):
+                tensors[_slack(k)] = row
                 groups[_slack(k)] = k
         return BoundedSum(tensors, groups, self._clip_norms)
 
@@ -133,7 +134,7 @@ class LogicalBatch:
         within_std: Grid = ()
         if self._question.slack is not None:
             rows = self._question.slack.coefficients(self._clip_norms)
-            noisy = [noisy_gradient.pop(_slack(k)).tolist() for k in range(len(rows))]
+            noisy = torch.stack([noisy_gradient.pop(_slack(k)) for k in range(len(rows))]).tolist()
             noisy_within = tuple(
                 tuple(value * divisor / a / batch_size for value, a in zip(values, row, strict=True))
                 for values, row in zip(noisy, rows, strict=True)

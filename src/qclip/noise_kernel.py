@@ -14,6 +14,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from qclip._transfer import sent
+
 BLOCK: Final = 512
 """Normal numbers come in fours; one program makes four blocks."""
 
@@ -73,7 +75,7 @@ def _table(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, list
 @lru_cache(maxsize=16)
 def _sent(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """On the device, without waiting for it; steps that are replayed have their sums in the same places."""
-    return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
+    return sent(torch.tensor(values, dtype=dtype), device)
 
 
 if triton is not None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from qclip import _validate as check
 from qclip import accounting, checkpoint, mechanism, rows, theory
+from qclip._transfer import sent
 from qclip.engine import ClippedGradients, Engine
 from qclip.engine.compiled import Compiled
 from qclip.engine.engine import Choice
@@ -430,7 +431,7 @@ class PrivateTraining:
 
     def _placed(self, batch: Any, examples: int) -> Any:
         """The batch on the model's device, as [examples, rows, ...] where an example has several rows."""
-        batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._device, non_blocking=True), batch)
+        batch = pytree.tree_map_only(Tensor, lambda tensor: sent(tensor, self._device), batch)
         k = self._evaluation.rows_per_example
         return batch if k == 1 else rows.split(batch, examples, k)
 

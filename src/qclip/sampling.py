@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from qclip import _validate as check
+from qclip._transfer import sent
 from qclip.engine.batch import tensors
 
 
@@ -286,7 +287,8 @@ class _Gathered:
 
     def __iter__(self) -> Iterator[list[Tensor]]:
         for chosen in self.indices:
-            yield [tensor[torch.tensor(chosen, device=tensor.device)] for tensor in self.dataset.tensors]
+            index = torch.tensor(chosen)
+            yield [tensor.index_select(0, sent(index, tensor.device)) for tensor in self.dataset.tensors]
 
 
 class _Draws:

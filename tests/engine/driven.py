@@ -8,8 +8,8 @@ from qclip.engine.compiled import Compiled
 from qclip.engine.engine import call
 
 
-def as_traced(graph, **options):
-    """In place of torch.compile: the traced graph runs as it is, operation by operation."""
+def as_traced(graph, inputs, options):
+    """In place of torch's compiler: the traced graph runs as it is, operation by operation."""
     return graph
 
 

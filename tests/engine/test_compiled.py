@@ -51,7 +51,7 @@ EAGER = {
 @pytest.fixture
 def traced(monkeypatch):
     """The traced graph runs as it is."""
-    monkeypatch.setattr(torch, "compile", as_traced)
+    monkeypatch.setattr(torch._inductor, "compile", as_traced)
 
 
 class Driven:
@@ -285,19 +285,19 @@ def test_a_wrong_step_is_not_used(monkeypatch):
     data = batch(B, D)
 
     def off(place):
-        def compile(graph, **options):
+        def compile(graph, inputs, options):
             def run(*inputs):
-                sums, norms, losses, finite = graph(*inputs)
+                *sums, norms, losses, finite = graph(*inputs)
                 if place == "norms":
-                    return sums, norms * 0.9, losses, finite
-                return [1.1 * value for value in sums], norms, losses, finite
+                    return *sums, norms * 0.9, losses, finite
+                return *[1.1 * value for value in sums], norms, losses, finite
 
             return run
 
         return compile
 
     for place in ("norms", "sums"):
-        monkeypatch.setattr(torch, "compile", off(place))
+        monkeypatch.setattr(torch._inductor, "compile", off(place))
         pair = Pair(mlp())
         with pytest.warns(UserWarning, match="does not give what the eager one gives"):
             found = pair.compiled(*data)
@@ -307,14 +307,14 @@ def test_a_wrong_step_is_not_used(monkeypatch):
 def test_a_step_that_draws_and_is_not_finite_is_not_used(monkeypatch):
     """Masks cannot be compared; what is finite can."""
 
-    def compile(graph, **options):
+    def compile(graph, inputs, options):
         def run(*inputs):
-            sums, norms, losses, finite = graph(*inputs)
-            return sums, norms + torch.inf, losses, finite & False
+            *sums, norms, losses, finite = graph(*inputs)
+            return *sums, norms + torch.inf, losses, finite & False
 
         return run
 
-    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(torch._inductor, "compile", compile)
     pair, data = Pair(mlp(nn.Dropout(0.5))), batch(B, D)
     with pytest.warns(UserWarning, match="does not give what the eager one gives"):
         found = pair.compiled(*data)
@@ -329,13 +329,13 @@ def test_a_graph_that_was_rewritten_wrongly_is_not_used(model, place, monkeypatc
     def spoil(whole, *ends):
         clip_early(whole, *ends)
         out = whole.output_node()
-        sums, norms, losses, finite = out.args[0]
+        *sums, norms, losses, finite = out.args[0]
         with whole.inserting_before(out):
             if place == "norms":
                 norms = whole.call_function(torch.ops.aten.mul.Tensor, (norms, 0.9))
             else:
                 sums = [whole.call_function(torch.ops.aten.mul.Tensor, (value, 1.1)) for value in sums]
-        out.args = ((sums, norms, losses, finite),)
+        out.args = ((*sums, norms, losses, finite),)
 
     monkeypatch.setattr("qclip.engine.graph.clip_early", spoil)
     pair, data = Pair(model()), batch(B, D)
@@ -512,7 +512,7 @@ def test_widened_layers(bias, grouping, monkeypatch, traced):
         monkeypatch.setattr(capture, "is_ragged", is_ragged)
         assert_same(pair.compiled(*data, clip_norm=0.5), expected, 2e-5)
         monkeypatch.undo()
-        monkeypatch.setattr(torch, "compile", as_traced)
+        monkeypatch.setattr(torch._inductor, "compile", as_traced)
     assert {5, 11} <= set(wide)
 
 

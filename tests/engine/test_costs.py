@@ -15,6 +15,7 @@ from engine.cases.case import squared
 from engine.compare import assert_same
 from qclip.engine import CostModel, Engine, Outer, clipped_gradients, convolutions, explain, oracle
 from qclip.engine.convolutions import Geometry, Windows
+from qclip.engine.parts import Part, prepare
 
 METHODS = ("gram", "direct", "kept")
 
@@ -180,6 +181,20 @@ def test_the_memory_is_shared_by_all_layers():
         used, count = kept_bytes(model, x, CostModel(kept_bytes=layers * each + each // 2))
         assert count == layers
         assert used <= layers * each + each // 2
+
+
+def test_each_stretch_has_the_memory_to_itself():
+    def parts():
+        sides = torch.randn(3, 1, 100, 8), torch.randn(3, 1, 100, 8)
+        return {name: [Part(Outer(*sides, torch.Size((8, 8))))] for name in "abcd"}
+
+    def kept(**options):
+        found = parts()
+        prepare(found, CostModel(kept_bytes=4 * 3 * 64), **options)
+        return [part.method == "kept" for (part,) in found.values()]
+
+    assert kept() == [True, False, False, False]
+    assert kept(stretches={"a": 0, "b": 1, "c": 1, "d": 2}) == [True, True, False, True]
 
 
 @pytest.mark.parametrize("budget", [0, 1000, 10**9])

@@ -179,15 +179,16 @@ def test_chunks(form, examples):
     """A few examples at a time give the same as all at once."""
     whole = form.gram_norms(), form.direct_norms()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forms, "chunk", lambda numbers_each: examples)
+        patch.setattr(forms, "chunk", lambda numbers_each, like: examples)
         torch.testing.assert_close(form.gram_norms(), whole[0])
         torch.testing.assert_close(form.direct_norms(), whole[1])
 
 
 def test_a_chunk_is_at_least_one_example():
-    assert forms.chunk(10**12) == 1
-    assert forms.chunk(0) >= 1
-    assert forms.chunk(2**10) * 4 * 2**10 <= forms.CHUNK_BYTES
+    like = torch.zeros(1)
+    assert forms.chunk(10**12, like) == 1
+    assert forms.chunk(0, like) >= 1
+    assert forms.chunk(2**10, like) * 4 * 2**10 <= forms.CHUNK_BYTES
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

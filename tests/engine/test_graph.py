@@ -20,7 +20,7 @@ B, D, P = 7, 6, 5
 
 @pytest.fixture(autouse=True)
 def _as_traced(monkeypatch):
-    monkeypatch.setattr(torch, "compile", as_traced)
+    monkeypatch.setattr(torch._inductor, "compile", as_traced)
 
 
 @pytest.fixture
@@ -127,6 +127,24 @@ def test_autocast_makes_another_graph(traces):
     exact = pair.compiled(*data).norms
     with contexts[1]:
         assert not torch.equal(pair.compiled(*data).norms, exact)
+    assert len(traces) == 3
+
+
+def test_settings_that_torch_compiles_for_make_another_graph(traces):
+    pair, data = Pair(mlp()), batch(B, D)
+    agree(pair, *data)
+    torch.use_deterministic_algorithms(True)
+    try:
+        agree(pair, *data)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(traces) == 2
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        agree(pair, *data)
+    finally:
+        torch.set_num_threads(threads)
     assert len(traces) == 3
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qclip.engine.groups import l2_bound, partition
+from qclip.engine.groups import Groups, l2_bound, partition
 
 NAMES = ["scale", "body.0.weight", "body.0.bias", "body.1.weight", "head.weight", "head.bias"]
 
@@ -44,6 +44,15 @@ def test_every_parameter_belongs_to_exactly_one_group(names, spec):
     groups = partition(names, spec)
     assert list(groups.members) == names
     assert set(groups.members.values()) <= set(range(len(groups)))
+
+
+@given(st.lists(st.integers(0, 3), max_size=8))
+def test_stretches_are_as_short_as_groups_allow(chosen):
+    groups = Groups(("a", "b", "c", "d"), {f"p{k}": group for k, group in enumerate(chosen)})
+    found = list(groups.stretches().values())
+    assert list(groups.stretches()) == list(groups.members)
+    cuts = [k for k in range(1, len(chosen)) if set(chosen[:k]).isdisjoint(chosen[k:])]
+    assert found == [sum(cut <= k for cut in cuts) for k in range(len(chosen))]
 
 
 @pytest.mark.parametrize(

@@ -7,19 +7,21 @@ others are replaced. What cannot be traced runs eager, and says why once.
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from qclip import _validate as check
+from qclip._transfer import sent
 from qclip.engine import batch as batches
-from qclip.engine import checks, clipping
+from qclip.engine import checks, clipping, tf32
 from qclip.engine.checks import Evaluate
 from qclip.engine.engine import Choice, Engine, Run
 from qclip.engine.graph import inputs_of, model_tensors, trace
@@ -43,7 +45,8 @@ UNPROVEN: Final = (
 
 DIFFERENT: Final = "the compiled step does not give what the eager one gives"
 
-Outputs = tuple[list[Tensor], Tensor, Tensor, Tensor]
+Outputs = Sequence[Tensor]
+"""The sums, then norms, losses and what is finite."""
 Announce = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -75,7 +78,7 @@ class Tensors(NamedTuple):
 
     found: list[Tensor]
     kinds: tuple[Any, ...]
-    """Their shapes, strides, precisions and flags, and the modules' flags."""
+    """Their shapes, strides, precisions, devices and flags, and the modules' flags."""
     tensors: list[Tensor]
     """In the order of a graph's inputs."""
 
@@ -187,17 +190,17 @@ class Compiled:
 
     def _outputs(
         self, step: Step, model: Sequence[Tensor], batch: Any, counted: Tensor, thresholds: tuple[float, ...]
-    ) -> Outputs:
-        with torch.no_grad(), torch.autocast(self.engine.device.type, enabled=False):
-            return step.run(inputs_of(model, batch, counted, self._limit(thresholds)))
+    ) -> tuple[Sequence[Tensor], Tensor, Tensor, Tensor]:
+        """The sums, the norms [B, K], the losses [B] and which examples are finite [B]."""
+        with _as_a_step_runs(self.engine.device):
+            *sums, norms, losses, finite = step.run(inputs_of(model, batch, counted, self._limit(thresholds)))
+        return sums, norms, losses, finite
 
     def _limit(self, thresholds: tuple[float, ...]) -> Tensor:
         """The thresholds on the device; those of the last step are kept."""
         if thresholds not in self._limits:
             limits = torch.tensor(thresholds, dtype=clipping.norm_dtype(self.engine.parameters))
-            if self.engine.device.type == "cuda":
-                limits = limits.pin_memory()
-            self._limits = {thresholds: limits.to(self.engine.device, non_blocking=True)}
+            self._limits = {thresholds: sent(limits, self.engine.device)}
         return self._limits[thresholds]
 
     def _step(self, evaluate: Evaluate, batch: Any, counted: Tensor) -> tuple[Step | str, Sequence[Tensor]]:
@@ -234,8 +237,9 @@ class Compiled:
             tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
             model.kinds,
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-            torch.get_float32_matmul_precision(),
-            torch.backends.cudnn.allow_tf32,
+            tf32.settings(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.get_num_threads(),
         )
 
     def _model(self) -> "Tensors":
@@ -243,7 +247,7 @@ class Compiled:
         modules = _modules(self.engine.model)
         found = [x for m in modules for each in (m._parameters, m._buffers) for x in each.values() if x is not None]
         flags = tuple([m.training for m in modules])
-        kinds = (flags, *[(x.shape, x.stride(), x.dtype, x.requires_grad) for x in found])
+        kinds = (flags, *[(x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in found])
         known = self._tensors
         if known is None or known.kinds != kinds or not all(map(is_, known.found, found)):
             self.engine.require_same_parameters()
@@ -269,10 +273,9 @@ class Compiled:
                     graph = trace(self.engine, run, plan, evaluate, batch, counted, limits)
                     if any(map(is_random, graph.graph.nodes)) and not self._draws_alike(run, plan, evaluate, part, few):
                         return DIFFERENT
-                    compiled = torch.compile(graph, fullgraph=True, dynamic=False, options=self._options())
-                    step = Step(lambda inputs: compiled(*inputs), plan)
+                    step = Step(self._machine_code(graph, batch, counted), plan)
                     del run  # and the activations it holds
-                    step.draws = self._tried(step, batch, counted).random  # compiled here
+                    step.draws = self._tried(step, batch, counted).random
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever torch's tracers and compilers raise
@@ -282,6 +285,13 @@ class Compiled:
             self._require_separation(step, batch, count)
             self._record(step, batch, counted)
         return step
+
+    def _machine_code(self, graph: GraphModule, batch: Any, counted: Tensor) -> Callable[[Sequence[Tensor]], Outputs]:
+        """The graph by torch's compiler, but for its part that makes graphs of Python code: this is one already."""
+        inputs: list[Any] = inputs_of(self._model().tensors, batch, counted, self._limit(self._ones))
+        with _as_a_step_runs(self.engine.device):
+            compiled = torch._inductor.compile(graph, inputs, self._options())
+        return lambda inputs: compiled(*inputs)
 
     def _record(self, step: Step, batch: Any, counted: Tensor) -> None:
         """As a CUDA graph, where that is asked for and can be done; what lies elsewhere would be frozen in it."""
@@ -298,7 +308,7 @@ class Compiled:
             self.say(_in_words(error), what="not recorded as a CUDA graph")
 
     def _options(self) -> dict[str, Any]:
-        """For torch.compile. CUDA graphs are replayed here, where memory can be fixed."""
+        """For torch's compiler. CUDA graphs are replayed here, where memory can be fixed."""
         tuned = "max-autotune-no-cudagraphs" if self._mode.startswith("max-autotune") else "default"
         # On a CPU channels-last images would be transposed for every grouped convolution, and back.
         on_cpu = self.engine.device.type == "cpu"
@@ -372,14 +382,20 @@ class Compiled:
     def _tolerance(self, single: float, half: float) -> float:
         device = self.engine.device.type
         halved = any(p.dtype == torch.bfloat16 for p in self.engine.parameters.values())
-        tf32 = device == "cuda" and (torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
-        return half if halved or tf32 or torch.is_autocast_enabled(device) else single
+        return half if halved or tf32.anywhere(self.engine.device) or torch.is_autocast_enabled(device) else single
 
     def say(self, reason: str, *, what: str = "not compiled, runs eager") -> None:
         """Warn that a step is slower than it was asked to be, once for each reason."""
         if reason not in self._said:
             self._said.add(reason)
             warnings.warn(f"{what}: {reason}", stacklevel=_levels_out())
+
+
+@contextmanager
+def _as_a_step_runs(device: torch.device) -> Iterator[None]:
+    """Nothing is differentiated or made less precise: the graph says it all."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def _levels_out() -> int:

@@ -121,7 +121,7 @@ class Windows(Products):
 
     def gram_norms(self) -> Tensor:
         """[B], from products of the positions with one another, a few examples at a time."""
-        step = chunk(self.positions * (sum(self.sides) * self.geometry.groups + self.positions))
+        step = chunk(self.positions * (sum(self.sides) * self.geometry.groups + self.positions), self.images)
         return torch.cat([part.outer().gram_norms() for part in self._split(step)])
 
     def direct_norms(self) -> Tensor:
@@ -129,7 +129,7 @@ class Windows(Products):
         # On a GPU the sum adds up the very same gradients, rounded alike: nothing is in doubt.
         if self.in_kernels:  # not split: pieces would fix how images and gradients lie in memory, by copies
             return window_squares(self.images, self.grads, *self._pairs())
-        parts = self._split(chunk(self.shape.numel()))
+        parts = self._split(chunk(self.shape.numel(), self.images))
         if self.images.is_cuda:
             return torch.cat([part.kept().squared_norms() for part in parts])
         squares = torch.cat([square_sums(part.dense()) for part in parts])
@@ -150,7 +150,7 @@ class Windows(Products):
         if self.in_kernels:
             return window_sums(self.images, self.grads, factors, *self._pairs())
         if self.images.is_cuda:
-            step = chunk(self.shape.numel())
+            step = chunk(self.shape.numel(), self.images)
             parts = zip(self._split(step), factors.split(step), strict=True)
             return torch.stack([part.kept().weighted_sum(some) for part, some in parts]).sum(0)
         rows = factors.repeat_interleave(len(self.grads) // self.examples, output_size=len(self.grads))

@@ -18,6 +18,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from qclip.engine import tf32
 from qclip.engine.forms import Products
 from qclip.engine.products import is_native
 
@@ -34,6 +35,8 @@ class CostModel:
     ``method`` overrides the choice for every layer. ``traffic`` is how many multiplications one number written to
     memory and read again is worth; ``overhead`` how much slower many small products are than one large one. What is
     left out is chosen for the device: kept gradients may take a sixteenth of a GPU's memory, and 256 MiB elsewhere.
+    A compiled step lets those of a group go before it comes to the next, where groups do not interlock: each then has
+    as much.
     """
 
     kept_bytes: int | None = None
@@ -78,5 +81,5 @@ def _traffic(x: Tensor) -> float:
     """Multiplications in the time of a number's way to memory and back: how fast the device multiplies such numbers."""
     if not x.is_cuda:
         return 40.0
-    fast = is_native(x) or (x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest")
+    fast = is_native(x) or (x.dtype == torch.float32 and tf32.in_products())
     return 450.0 if fast else 75.0

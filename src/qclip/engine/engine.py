@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qclip.engine import batch as batches
-from qclip.engine import checks, clipping, fallback
+from qclip.engine import checks, clipping, fallback, tf32
 from qclip.engine.capture import Capture
 from qclip.engine.checks import Evaluate
 from qclip.engine.costs import CostModel
@@ -344,14 +344,15 @@ class Engine:
                 return Trial(again.capture, again.losses, not start.unmoved())
 
         try:
-            plan = prove(run.capture, unseen, reached, batch, run.count, rerun, lambda: in_evaluation(self.model))
-            with perturbed(self.parameters.values()):
-                with run.random_state.replayed():
-                    again = self.record(evaluate, batch, run.count)
-                expected = plain_gradients(again.losses, self.parameters)
-                everyone = torch.ones(run.count, dtype=torch.bool, device=again.losses.device)
-                parts = self.collect(again, plan, everyone, evaluate, batch)
-                require_totals(parts, expected, again.capture.sites, self.parameters)
+            with tf32.off():
+                plan = prove(run.capture, unseen, reached, batch, run.count, rerun, lambda: in_evaluation(self.model))
+                with perturbed(self.parameters.values()):
+                    with run.random_state.replayed():
+                        again = self.record(evaluate, batch, run.count)
+                    expected = plain_gradients(again.losses, self.parameters)
+                    everyone = torch.ones(run.count, dtype=torch.bool, device=again.losses.device)
+                    parts = self.collect(again, plan, everyone, evaluate, batch)
+                    require_totals(parts, expected, again.capture.sites, self.parameters)
         finally:
             for x, before in buffers:
                 x.data.copy_(before)
@@ -381,7 +382,7 @@ class Engine:
             ) from error
         finally:
             self._recording = False
-        rough = torch.is_autocast_enabled(self.device.type)
+        rough = torch.is_autocast_enabled(self.device.type) or tf32.anywhere(self.device)
         if not fallback.close(again.detach(), run.losses.detach(), rough=rough):
             raise Refusal(f"no exact way to clip {why}. Run example by example the model gives other losses. {_REMEDY}")
         for name in names:

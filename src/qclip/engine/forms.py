@@ -37,7 +37,9 @@ from qclip.engine.products import (
 )
 
 CHUNK_BYTES: Final = 2**26
-"""How much memory a product that is thrown away at once may take."""
+"""How much memory a product that is thrown away at once may take on a CPU."""
+CHUNK_SHARE: Final = 128
+"""Which part of a GPU's memory it may take there: in a compiled step every chunk is more to compile."""
 
 
 def keep_examples(x: Tensor, keep: Tensor) -> Tensor:
@@ -220,13 +222,15 @@ class Outer(Products):
 
     def gram_norms(self) -> Tensor:
         """[B], from the T x T products of the positions with one another; never forms a gradient."""
-        step = chunk(self.left.shape[1] * self.positions**2)
+        if wins(self.left[:, 0], self.right[:, 0]):  # and writes no products
+            return _gram(self.left, self.right)
+        step = chunk(self.left.shape[1] * self.positions**2, self.left)
         pairs = zip(self.left.split(step), self.right.split(step), strict=True)
         return torch.cat([_gram(left, right) for left, right in pairs])
 
     def direct_norms(self) -> Tensor:
         """[B], from the gradients, formed a few at a time and thrown away."""
-        step = chunk(self.shape.numel())
+        step = chunk(self.shape.numel(), self.left)
         pairs = zip(self.left.split(step), self.right.split(step), strict=True)
         squares = torch.cat([square_sums(product(aligned(left).mT, aligned(right))) for left, right in pairs])
         return from_above(squares, self.sizes(), doubt(self.left))
@@ -363,9 +367,12 @@ def join_rows(forms: Sequence[Rows]) -> Rows:
     return Rows(torch.cat([f.ids for f in forms], 1), torch.cat([full(f.grads) for f in forms], 1), forms[0].shape)
 
 
-def chunk(numbers_each: int) -> int:
-    """How many examples with so many numbers fit the memory for throw-away products."""
-    return max(1, CHUNK_BYTES // (4 * max(1, numbers_each)))
+def chunk(numbers_each: int, like: Tensor) -> int:
+    """How many examples with so many numbers fit the memory for throw-away products of such tensors."""
+    available = CHUNK_BYTES
+    if like.is_cuda:
+        available = torch.cuda.get_device_properties(like.device).total_memory // CHUNK_SHARE
+    return max(1, available // (4 * max(1, numbers_each)))
 
 
 def lengths(x: Tensor) -> Tensor:

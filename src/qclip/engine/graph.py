@@ -47,14 +47,14 @@ def trace(
 ) -> GraphModule:
     """The graph of a step on batches like this one, dealt with as was proven on a forward pass of fewer examples.
 
-    It returns the clipped sum of each parameter, the norms [B, K], the losses [B] and which examples are finite [B].
+    It returns the clipped sum of each parameter, then norms [B, K], losses [B] and which examples are finite [B].
     """
     names, others = list(engine.parameters), list(_others(engine))
     leaves, structure = pytree.tree_flatten(batch)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     ends: list[int] = []  # how many nodes the graph has after the forward pass, and after the backward pass
 
-    def step(*inputs: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+    def step(*inputs: Tensor) -> tuple[Tensor, ...]:
         given = iter(inputs)
         parameters = {name: next(given) for name in names}
         constants = {name: next(given) for name in others}
@@ -83,14 +83,14 @@ def trace(
         with torch.enable_grad():
             losses, parts = torch.func.functional_call(Evaluation(engine.model, losses_and_parts), lifted, (mine,))
         with torch.no_grad(), torch.autocast(keep.device.type, enabled=False):
-            prepare(parts, engine.costs)
+            prepare(parts, engine.costs, engine.groups.stretches())  # `clip_early` lets gradients go
             bundles = clipping.bundled(parts, engine.groups)
             norms = clipping.group_norms(parts, bundles, engine.groups, parameters, keep)
             factors = clipping.clip_factors(norms, limits, hasty=True)
             sums = clipping.clipped_sums(parts, bundles, factors, engine.groups, parameters, None)
         if any(map(is_random, _nodes()[ends[0] :])):
             raise Untraceable("random numbers of the forward pass would have to be drawn again in the backward pass")
-        return list(sums.values()), norms.by_group, losses.detach(), norms.finite
+        return *sums.values(), norms.by_group, losses.detach(), norms.finite
 
     with _attributes_kept(engine.model):
         graph = _traced(step, inputs_of(model_tensors(engine), batch, keep, limits))

@@ -25,6 +25,24 @@ class Groups:
     def __len__(self) -> int:
         return len(self.names)
 
+    def stretches(self) -> dict[str, int]:
+        """For each parameter, the stretch of parameters that it lies in: no group goes on from one to the next.
+
+        >>> Groups(("a", "b", "c"), {"u": 0, "v": 1, "w": 0, "x": 2}).stretches()
+        {'u': 0, 'v': 0, 'w': 0, 'x': 1}
+        """
+        last = {group: name for name, group in self.members.items()}
+        found: dict[str, int] = {}
+        begun: set[int] = set()
+        stretch = 0
+        for name, group in self.members.items():
+            found[name] = stretch
+            begun.add(group)
+            if all(last[each] in found for each in begun):
+                begun.clear()
+                stretch += 1
+        return found
+
     def thresholds(self, clip_norm: ClipNorm) -> tuple[float, ...]:
         """One positive, finite threshold per group."""
         if isinstance(clip_norm, Mapping):

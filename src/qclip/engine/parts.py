@@ -138,18 +138,22 @@ def _joined(name: str, found: list[Part], parameters: Mapping[str, Tensor]) -> l
     return [Part(form) for form in join([part.form for part in plain[name]])]
 
 
-def prepare(parts: Parts, costs: CostModel) -> None:
-    """Choose how each sum of outer products is dealt with; gradients to be kept are formed here, once."""
-    available: int | None = None
-    for found in parts.values():
+def prepare(parts: Parts, costs: CostModel, stretches: Mapping[str, int] | None = None) -> None:
+    """Choose how each sum of outer products is dealt with; gradients to be kept are formed here, once.
+
+    ``stretches`` of parameters whose gradients are let go before others' are formed each have the memory to themselves.
+    """
+    available: dict[int, int] = {}
+    for name, found in parts.items():
         part = found[0] if len(found) == 1 else None
         if part is None or not isinstance(part.form, Products) or part.form.positions == 1:
             continue
-        if available is None:
-            available = costs.budget(part.form.like.device)
-        part.method = costs.choose(part.form, available)
+        stretch = 0 if stretches is None else stretches[name]
+        if stretch not in available:
+            available[stretch] = costs.budget(part.form.like.device)
+        part.method = costs.choose(part.form, available[stretch])
         if part.method == "kept":
-            available -= costs.kept_bytes_of(part.form)
+            available[stretch] -= costs.kept_bytes_of(part.form)
             part.form = part.form.kept()
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qclip.engine import tf32
+
 ROUNDINGS = 4
 """How many units of rounding norms are taken from above."""
 FEW_ROWS = 64
@@ -123,6 +125,6 @@ def doubt(x: Tensor) -> float:
     """
     if is_native(x):
         return rounding(x)
-    if x.is_cuda and x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    if x.is_cuda and x.dtype == torch.float32 and tf32.in_products():
         return 4 * 2.0**-11
     return ROUNDINGS * rounding(full(x))

@@ -309,11 +309,11 @@ def _require_any_size(
     Other sizes are computed by other kernels, which round in another way: where that makes another element the largest
     of its pool, a gradient takes another path. So a few examples may differ; a division by the size changes them all.
     """
-    with full_precision(), SameDraws(count, device) as first:
+    with SameDraws(count, device) as first:
         usual = Traces.of(rerun, batch, count, plans)
     size = count // 2 if count > 3 else count + 1
     index = torch.arange(size, device=usual.losses.device) % count
-    with full_precision(), SameDraws(size, device, first.drawn):
+    with SameDraws(size, device, first.drawn):
         other = Traces.of(rerun, batches.select(batch, index, count), size, plans)
     if other.random:
         return  # random numbers that cannot be held still, such as those of a fused dropout
@@ -338,20 +338,6 @@ def _runs_in_evaluation(
     except Refusal:  # such as a model that returns something else then
         return False
     return True
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Without TF32, whose rounding (one part in 1000) hides what is to be compared."""
-    backends: tuple[Any, ...] = (torch.backends.cudnn, torch.backends.cuda.matmul)
-    before = [backend.allow_tf32 for backend in backends]
-    try:
-        for backend in backends:
-            backend.allow_tf32 = False
-        yield
-    finally:
-        for backend, allowed in zip(backends, before, strict=True):
-            backend.allow_tf32 = allowed
 
 
 def replacement(stay: Tensor) -> Tensor:

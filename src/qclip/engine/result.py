@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from qclip._transfer import sent
 from qclip.engine.groups import l2_bound
 
 
@@ -65,6 +66,6 @@ class ClippedGradients:
 
         Masked examples and examples with non-finite gradients are not counted.
         """
-        limits = torch.tensor(radii, dtype=self.group_norms.dtype, device=self.group_norms.device)
+        limits = sent(torch.tensor(radii, dtype=self.group_norms.dtype), self.group_norms.device)
         norms = self.group_norms[:, :, None]
         return ((norms <= limits) & norms.isfinite() & self.mask[:, None, None]).sum(0)

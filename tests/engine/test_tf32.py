@@ -1,0 +1,83 @@
+"""TF32 is read as torch's products use it, whichever way it was chosen; proofs are made without it."""
+
+import pytest
+import torch
+from torch import nn
+
+from engine.cases import Net, squared
+from engine.driven import Pair, as_traced, batch
+from qclip.engine import clipped_gradients, tf32
+from qclip.engine.products import doubt
+
+MATMUL = torch.backends.cuda.matmul
+OLDER = {
+    "allow_tf32": lambda: setattr(MATMUL, "allow_tf32", True),
+    "set_float32_matmul_precision": lambda: torch.set_float32_matmul_precision("high"),
+}
+NEWER = {"fp32_precision": lambda: setattr(MATMUL, "fp32_precision", "tf32")}
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    before = tf32.settings()
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for switch, setting in zip(tf32._switches(), before, strict=True):
+        switch.fp32_precision = setting
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_by_default_convolutions_use_it_and_products_do_not():
+    assert not tf32.in_products()
+    assert tf32.anywhere(torch.device("cuda"))
+    assert not tf32.anywhere(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("choose", (OLDER | NEWER).values(), ids=OLDER | NEWER)
+def test_it_is_read_whichever_way_it_was_chosen(choose):
+    choose()
+    before = tf32.settings()
+    assert tf32.in_products()
+    with tf32.off():
+        assert not tf32.in_products()
+        assert not tf32.anywhere(torch.device("cuda"))
+    assert tf32.settings() == before
+
+
+@pytest.mark.parametrize("choose", OLDER.values(), ids=OLDER)
+def test_the_older_names_still_work_afterwards(choose):
+    choose()
+    with tf32.off():
+        pass
+    assert MATMUL.allow_tf32
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_proofs_are_made_without_it():
+    seen = []
+
+    def forward(n, x):
+        seen.append(tf32.settings())
+        return n.one(x)
+
+    before = tf32.settings()
+    clipped_gradients(Net(forward, one=nn.Linear(6, 5)), squared, *batch(7, 6), 1.0)
+    assert "tf32" in before
+    assert seen[0] == before  # the step's own forward pass
+    assert {setting for each in seen[1:] for setting in each} == {"ieee"}
+
+
+@pytest.mark.parametrize("choose", NEWER.values(), ids=NEWER)
+def test_a_compiled_step_is_compiled_for_it(choose, monkeypatch):
+    monkeypatch.setattr(torch._inductor, "compile", as_traced)
+    pair = Pair(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)))
+    pair.compiled(*batch(7, 6))
+    choose()
+    pair.compiled(*batch(7, 6))
+    assert len(pair.driver._steps) == 2
+
+
+def test_on_a_cpu_nothing_is_doubted_because_of_it():
+    exact = doubt(torch.zeros(1))
+    MATMUL.fp32_precision = "tf32"
+    assert doubt(torch.zeros(1)) == exact
