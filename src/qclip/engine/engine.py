@@ -26,7 +26,7 @@ from qclip.engine.parts import (
     require_totals,
 )
 from qclip.engine.plan import Plan, signature
-from qclip.engine.proof import PROOFS, NotSpreading, Trial, perturbed, prove
+from qclip.engine.proof import PROOFS, NotSpreading, Trial, perturbed, prove, repeatable
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 from qclip.engine.result import ClippedGradients
@@ -344,7 +344,7 @@ class Engine:
                 return Trial(again.capture, again.losses, not start.unmoved())
 
         try:
-            with tf32.off():
+            with repeatable(self.device):
                 plan = prove(run.capture, unseen, reached, batch, run.count, rerun, lambda: in_evaluation(self.model))
                 with perturbed(self.parameters.values()):
                     with run.random_state.replayed():

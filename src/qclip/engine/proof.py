@@ -1,7 +1,7 @@
 """Proofs: what the engine relies on, tested on the batch at hand instead of guessed from sizes.
 
 At the first batch of each kind (and a few later ones) the evaluation is run again at perturbed parameters, because a
-layer that starts at zero would hide everything behind it, and four things are tested:
+layer that starts at zero would hide everything behind it, by repeatable kernels, and four things are tested:
 
 - *ownership*: with some examples' losses left out, the gradient at every site must be exactly zero in the rows
   attributed to them. Those left out are the examples with a given bit in their index, and those without: log2(B) rounds
@@ -12,6 +12,7 @@ layer that starts at zero would hide everything behind it, and four things are t
 - *replay*: a site without a rule, run again example by example, must give the output it gave.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from qclip.engine import batch as batches
+from qclip.engine import tf32
 from qclip.engine.capture import Capture
 from qclip.engine.layouts import Layout, Single, candidates
 from qclip.engine.plan import Plan, SitePlan, plan_site, signature
@@ -338,6 +340,30 @@ def _runs_in_evaluation(
     except Refusal:  # such as a model that returns something else then
         return False
     return True
+
+
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """Without TF32, and by kernels that give the same twice, where a GPU has such.
+
+    Others add up in whatever order they get to it. In 16 bits that grows from layer to layer, until it looks as if
+    examples were mixed.
+    """
+    with tf32.off():
+        if device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
+            yield
+            return
+        memory: Any = torch.utils.deterministic
+        fills = memory.fill_uninitialized_memory
+        try:
+            memory.fill_uninitialized_memory = False
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="(?s).*deterministic")  # some operations have none
+                yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+            memory.fill_uninitialized_memory = fills
 
 
 def replacement(stay: Tensor) -> Tensor:
