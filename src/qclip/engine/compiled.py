@@ -7,8 +7,8 @@ others are replaced. What cannot be traced runs eager, and says why once.
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any, Final, Literal, NamedTuple
@@ -23,15 +23,16 @@ from qclip._transfer import sent
 from qclip.engine import batch as batches
 from qclip.engine import checks, clipping, tf32
 from qclip.engine.checks import Evaluate
-from qclip.engine.engine import Choice, Engine, Run
-from qclip.engine.graph import inputs_of, model_tensors, trace
+from qclip.engine.engine import Choice, Engine
+from qclip.engine.graph import Function, Outputs, as_a_step_runs, inputs_of, model_tensors, outputs_of, trace
 from qclip.engine.plan import Plan
-from qclip.engine.proof import PROOFS, halves, replacement
+from qclip.engine.proof import PROOFS
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 from qclip.engine.replay import Replay
 from qclip.engine.result import ClippedGradients
 from qclip.engine.rewrites import is_random
+from qclip.engine.trials import Trials
 
 MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Those of `torch.compile`; "reduce-overhead" and "max-autotune" replay CUDA graphs."""
@@ -45,8 +46,6 @@ UNPROVEN: Final = (
 
 DIFFERENT: Final = "the compiled step does not give what the eager one gives"
 
-Outputs = Sequence[Tensor]
-"""The sums, then norms, losses and what is finite."""
 Announce = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -54,23 +53,11 @@ Announce = Callable[[str], AbstractContextManager[Any]]
 class Step:
     """A compiled physical step."""
 
-    run: Callable[[Sequence[Tensor]], Outputs]
+    run: Function
     plan: Plan
     uses: int = 0
     draws: bool = False
     """Whether it draws random numbers."""
-
-
-class Trial(NamedTuple):
-    """What a step gave when it was tried."""
-
-    sums: list[Tensor]
-    norms: Tensor
-    """[B, K]."""
-    losses: Tensor
-    """[B, 1]."""
-    random: bool
-    """Whether it drew random numbers."""
 
 
 class Tensors(NamedTuple):
@@ -110,6 +97,7 @@ class Compiled:
         self._said: set[str] = set()
         self._limits: dict[tuple[float, ...], Tensor] = {}
         self._tensors: Tensors | None = None
+        self._trials = Trials(engine)
 
     def clipped(
         self, evaluate: Evaluate, batch: Any, clip_norm: Choice, *, mask: Tensor | None = None, wait: bool = True
@@ -190,11 +178,8 @@ class Compiled:
 
     def _outputs(
         self, step: Step, model: Sequence[Tensor], batch: Any, counted: Tensor, thresholds: tuple[float, ...]
-    ) -> tuple[Sequence[Tensor], Tensor, Tensor, Tensor]:
-        """The sums, the norms [B, K], the losses [B] and which examples are finite [B]."""
-        with _as_a_step_runs(self.engine.device):
-            *sums, norms, losses, finite = step.run(inputs_of(model, batch, counted, self._limit(thresholds)))
-        return sums, norms, losses, finite
+    ) -> Outputs:
+        return outputs_of(step.run, inputs_of(model, batch, counted, self._limit(thresholds)))
 
     def _limit(self, thresholds: tuple[float, ...]) -> Tensor:
         """The thresholds on the device; those of the last step are kept."""
@@ -265,42 +250,42 @@ class Compiled:
             return known
         if reason is not None:
             return reason
-        limits = self._limit(self._ones)
         with self._announce("compiling the private step"):
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
-                    graph = trace(self.engine, run, plan, evaluate, batch, counted, limits)
-                    if any(map(is_random, graph.graph.nodes)) and not self._draws_alike(run, plan, evaluate, part, few):
+                    graph = trace(self.engine, run, plan, evaluate, batch, counted, self._trials.limits)
+                    draws = any(map(is_random, graph.graph.nodes))
+                    if draws and not self._trials.draws_alike(run, plan, evaluate, part, few):
                         return DIFFERENT
                     step = Step(self._machine_code(graph, batch, counted), plan)
                     del run  # and the activations it holds
-                    step.draws = self._tried(step, batch, counted).random
+                    step.draws = self._trials.trial(step.run, batch, counted).random
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever torch's tracers and compilers raise
                 return _in_words(error)
-            if not self._agrees(step, evaluate, batch, torch.arange(count, device=counted.device) < few):
+            if not self._trials.agrees(step.run, evaluate, batch, torch.arange(count, device=counted.device) < few):
                 return DIFFERENT
-            self._require_separation(step, batch, count)
+            self._trials.require_separation(step.run, batch, count)
             self._record(step, batch, counted)
         return step
 
-    def _machine_code(self, graph: GraphModule, batch: Any, counted: Tensor) -> Callable[[Sequence[Tensor]], Outputs]:
+    def _machine_code(self, graph: GraphModule, batch: Any, counted: Tensor) -> Function:
         """The graph by torch's compiler, but for its part that makes graphs of Python code: this is one already."""
-        inputs: list[Any] = inputs_of(self._model().tensors, batch, counted, self._limit(self._ones))
-        with _as_a_step_runs(self.engine.device):
+        inputs: list[Any] = self._trials.inputs(batch, counted)
+        with as_a_step_runs(self.engine.device):
             compiled = torch._inductor.compile(graph, inputs, self._options())
         return lambda inputs: compiled(*inputs)
 
     def _record(self, step: Step, batch: Any, counted: Tensor) -> None:
         """As a CUDA graph, where that is asked for and can be done; what lies elsewhere would be frozen in it."""
-        inputs = inputs_of(self._model().tensors, batch, counted, self._limit(self._ones))
+        inputs = self._trials.inputs(batch, counted)
         if self._mode not in ("reduce-overhead", "max-autotune") or not all(x.is_cuda for x in inputs):
             return
         plain, step.run = step.run, Replay(step.run, fixed=len(self._model().tensors))
         try:
-            self._tried(step, batch, counted)
+            self._trials.trial(step.run, batch, counted)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # such as a synchronisation inside
@@ -316,86 +301,11 @@ class Compiled:
         # Else all layers' scaled gradients would be made by one kernel, and lie there at the same time.
         return options if on_cpu else {**options, "max_fusion_size": 8}
 
-    def _agrees(self, step: Step, evaluate: Evaluate, batch: Any, few: Tensor) -> bool:
-        """Whether the compiled step gives the norms and sums that the eager one gives for a few examples alone.
-
-        Where random numbers are drawn the two draw others, so only what is finite is compared.
-        """
-        mine = self._tried(step, batch, few)
-        theirs = self._eager(evaluate, batches.select(batch, few, len(few)), few[few])
-        if mine.random:
-            return torch.equal(mine.norms[few].isfinite(), theirs.group_norms.isfinite())
-        return self._same(mine.sums, mine.norms[few], theirs)
-
-    def _draws_alike(self, run: Run, plan: Plan, evaluate: Evaluate, part: Any, few: int) -> bool:
-        """Whether the graph of a few examples gives what the eager driver gives for them, from the same random numbers.
-
-        Run as it is, operation by operation: compiled, it would draw others.
-        """
-        everyone = torch.ones(few, dtype=torch.bool, device=self.engine.device)
-        graph = trace(self.engine, run, plan, evaluate, part, everyone, self._limit(self._ones))
-        mine = self._tried(Step(lambda inputs: graph(*inputs), plan), part, everyone)
-        return self._same(mine.sums, mine.norms, self._eager(evaluate, part, everyone))
-
-    def _eager(self, evaluate: Evaluate, batch: Any, mask: Tensor) -> ClippedGradients:
-        """What the eager driver gives at thresholds of 1, from the random numbers that a trial starts from."""
-        with RandomState.now(self.engine.device).replayed():
-            return self.engine.clipped(evaluate, batch, self._ones, mask=mask)
-
-    def _same(self, sums: Sequence[Tensor], norms: Tensor, theirs: ClippedGradients) -> bool:
-        """Whether these are the sums and the norms [B, K] of the eager driver.
-
-        The norm of one example of five may differ, as where another kernel's rounding makes another element the largest
-        of its pool.
-        """
-        tolerance = self._tolerance(1e-3, 5e-2)
-        differ = _differ(norms, theirs.group_norms, tolerance)
-        if bool(differ.any()) or not bool(theirs.norms.isfinite().all()):
-            return int(differ.sum()) <= len(differ) // 5
-        apart = [torch.linalg.vector_norm(a - b) for a, b in zip(sums, theirs.sums.values(), strict=True)]
-        room = tolerance * theirs.norms.clamp(max=theirs.l2_bound).sum()
-        return bool(torch.linalg.vector_norm(torch.stack(apart)) <= room)
-
-    def _require_separation(self, step: Step, batch: Any, count: int) -> None:
-        """Refuse a model in which replacing some of all examples changes the norms or losses of others."""
-        everyone = torch.ones(count, dtype=torch.bool, device=self.engine.device)
-        before = self._tried(step, batch, everyone)
-        tolerance = self._tolerance(1e-4, 1e-2)
-        for half in halves(count, before.norms[:, 0]):
-            stay = half != 0
-            after = self._tried(step, batches.select(batch, replacement(stay), count), everyone)
-            for a, b in ((before.norms, after.norms), (before.losses, after.losses)):
-                if bool(_differ(a[stay], b[stay], tolerance).any()):
-                    raise Refusal("examples mix: replacing some of them changed the losses or gradient norms of others")
-
-    def _tried(self, step: Step, batch: Any, counted: Tensor) -> "Trial":
-        """What a step gives, at thresholds of 1; each trial starts from the same random numbers."""
-        state = RandomState.now(self.engine.device)
-        with state.replayed():
-            sums, norms, losses, _ = self._outputs(step, self._model().tensors, batch, counted, self._ones)
-            return Trial([x.clone() for x in sums], norms.clone(), losses.clone()[:, None], not state.unmoved())
-
-    @property
-    def _ones(self) -> tuple[float, ...]:
-        return tuple(1.0 for _ in self.engine.groups.names)
-
-    def _tolerance(self, single: float, half: float) -> float:
-        device = self.engine.device.type
-        halved = any(p.dtype == torch.bfloat16 for p in self.engine.parameters.values())
-        return half if halved or tf32.anywhere(self.engine.device) or torch.is_autocast_enabled(device) else single
-
     def say(self, reason: str, *, what: str = "not compiled, runs eager") -> None:
         """Warn that a step is slower than it was asked to be, once for each reason."""
         if reason not in self._said:
             self._said.add(reason)
             warnings.warn(f"{what}: {reason}", stacklevel=_levels_out())
-
-
-@contextmanager
-def _as_a_step_runs(device: torch.device) -> Iterator[None]:
-    """Nothing is differentiated or made less precise: the graph says it all."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
 
 
 def _levels_out() -> int:
@@ -445,12 +355,3 @@ def _in_words(error: Exception) -> str:
         return "Python code of the model looks at values (an if, int() or item() of a tensor)"
     lines = str(inner).strip().splitlines()
     return f"{type(inner).__name__}: {lines[0]}" if lines else type(inner).__name__
-
-
-def _differ(a: Tensor, b: Tensor, tolerance: float) -> Tensor:
-    """[B]: where norms [B, K] differ by more than rounding, or only one of them is finite."""
-    both = a.isfinite() & b.isfinite()
-    apart = torch.where(both, a - b, 0).abs() > tolerance * torch.linalg.vector_norm(
-        torch.where(both, a, 0) + torch.where(both, b, 0), dim=1, keepdim=True
-    )
-    return (apart | (a.isfinite() != b.isfinite())).any(1)

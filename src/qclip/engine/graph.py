@@ -27,6 +27,11 @@ from qclip.engine.randomness import RandomState
 from qclip.engine.rewrites import clip_early, free_layouts, is_random, use_recomputed
 from qclip.engine.sites import Site
 
+Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""A step: from `inputs_of` to what its graph returns."""
+Outputs = tuple[Sequence[Tensor], Tensor, Tensor, Tensor]
+"""The clipped sum of each parameter, the norms [B, K], the losses [B] and which examples are finite [B]."""
+
 
 class Untraceable(Exception):
     """Why a step cannot be traced."""
@@ -42,12 +47,26 @@ def inputs_of(model: Sequence[Tensor], batch: Any, keep: Tensor, limits: Tensor)
     return [*model, *batches.tensors(batch), keep, limits]
 
 
+@contextmanager
+def as_a_step_runs(device: torch.device) -> Iterator[None]:
+    """Nothing is differentiated or made less precise: the graph says it all."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def outputs_of(function: Function, inputs: Sequence[Tensor]) -> Outputs:
+    """What a step gives."""
+    with as_a_step_runs(inputs[0].device):
+        *sums, norms, losses, finite = function(inputs)
+    return sums, norms, losses, finite
+
+
 def trace(
     engine: Engine, run: Run, plan: Plan, evaluate: Evaluate, batch: Any, keep: Tensor, limits: Tensor
 ) -> GraphModule:
     """The graph of a step on batches like this one, dealt with as was proven on a forward pass of fewer examples.
 
-    It returns the clipped sum of each parameter, then norms [B, K], losses [B] and which examples are finite [B].
+    It returns what is in `Outputs`, in one row.
     """
     names, others = list(engine.parameters), list(_others(engine))
     leaves, structure = pytree.tree_flatten(batch)
