@@ -63,7 +63,7 @@ def ordinary(training, model, optimizer):
 
 def compiled(training, model, optimizer):
     """By compiled steps, which are traced here and not made into machine code."""
-    with mock.patch("torch._inductor.compile", lambda graph, inputs, options: graph):
+    with mock.patch("qclip.engine.compiled.machine_code", lambda graph, inputs, options: graph):
         fused(training, model, optimizer)
 
 

@@ -9,7 +9,7 @@ from qclip.engine.engine import call
 
 
 def as_traced(graph, inputs, options):
-    """In place of torch's compiler: the traced graph runs as it is, operation by operation."""
+    """In place of machine code: the traced graph runs as it is, operation by operation."""
     return graph
 
 

@@ -51,7 +51,7 @@ EAGER = {
 @pytest.fixture
 def traced(monkeypatch):
     """The traced graph runs as it is."""
-    monkeypatch.setattr(torch._inductor, "compile", as_traced)
+    monkeypatch.setattr("qclip.engine.compiled.machine_code", as_traced)
 
 
 class Driven:
@@ -297,7 +297,7 @@ def test_a_wrong_step_is_not_used(monkeypatch):
         return compile
 
     for place in ("norms", "sums"):
-        monkeypatch.setattr(torch._inductor, "compile", off(place))
+        monkeypatch.setattr("qclip.engine.compiled.machine_code", off(place))
         pair = Pair(mlp())
         with pytest.warns(UserWarning, match="does not give what the eager one gives"):
             found = pair.compiled(*data)
@@ -314,7 +314,7 @@ def test_a_step_that_draws_and_is_not_finite_is_not_used(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(torch._inductor, "compile", compile)
+    monkeypatch.setattr("qclip.engine.compiled.machine_code", compile)
     pair, data = Pair(mlp(nn.Dropout(0.5))), batch(B, D)
     with pytest.warns(UserWarning, match="does not give what the eager one gives"):
         found = pair.compiled(*data)
@@ -512,7 +512,7 @@ def test_widened_layers(bias, grouping, monkeypatch, traced):
         monkeypatch.setattr(capture, "is_ragged", is_ragged)
         assert_same(pair.compiled(*data, clip_norm=0.5), expected, 2e-5)
         monkeypatch.undo()
-        monkeypatch.setattr(torch._inductor, "compile", as_traced)
+        monkeypatch.setattr("qclip.engine.compiled.machine_code", as_traced)
     assert {5, 11} <= set(wide)
 
 

@@ -90,7 +90,7 @@ def test_proofs_use_repeatable_kernels_where_there_are_some(chosen):
 
 @pytest.mark.parametrize("choose", NEWER.values(), ids=NEWER)
 def test_a_compiled_step_is_compiled_for_it(choose, monkeypatch):
-    monkeypatch.setattr(torch._inductor, "compile", as_traced)
+    monkeypatch.setattr("qclip.engine.compiled.machine_code", as_traced)
     pair = Pair(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)))
     pair.compiled(*batch(7, 6))
     choose()

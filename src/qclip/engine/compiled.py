@@ -15,7 +15,6 @@ from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from qclip import _validate as check
@@ -25,6 +24,7 @@ from qclip.engine import checks, clipping, tf32
 from qclip.engine.checks import Evaluate
 from qclip.engine.engine import Choice, Engine
 from qclip.engine.graph import Function, Outputs, as_a_step_runs, inputs_of, model_tensors, outputs_of, trace
+from qclip.engine.machine_code import machine_code
 from qclip.engine.plan import Plan
 from qclip.engine.proof import PROOFS
 from qclip.engine.randomness import RandomState
@@ -258,7 +258,9 @@ class Compiled:
                     draws = any(map(is_random, graph.graph.nodes))
                     if draws and not self._trials.draws_alike(run, plan, evaluate, part, few):
                         return DIFFERENT
-                    step = Step(self._machine_code(graph, batch, counted), plan)
+                    with as_a_step_runs(self.engine.device):
+                        compiled = machine_code(graph, self._trials.inputs(batch, counted), self._options())
+                    step = Step(lambda inputs: compiled(*inputs), plan)
                     del run  # and the activations it holds
                     step.draws = self._trials.trial(step.run, batch, counted).random
             except torch.OutOfMemoryError:
@@ -270,13 +272,6 @@ class Compiled:
             self._trials.require_separation(step.run, batch, count)
             self._record(step, batch, counted)
         return step
-
-    def _machine_code(self, graph: GraphModule, batch: Any, counted: Tensor) -> Function:
-        """The graph by torch's compiler, but for its part that makes graphs of Python code: this is one already."""
-        inputs: list[Any] = self._trials.inputs(batch, counted)
-        with as_a_step_runs(self.engine.device):
-            compiled = torch._inductor.compile(graph, inputs, self._options())
-        return lambda inputs: compiled(*inputs)
 
     def _record(self, step: Step, batch: Any, counted: Tensor) -> None:
         """As a CUDA graph, where that is asked for and can be done; what lies elsewhere would be frozen in it."""
