@@ -1,5 +1,7 @@
 """TF32 is read as torch's products use it, whichever way it was chosen; proofs are made without it."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,11 @@ OLDER = {
     "set_float32_matmul_precision": lambda: torch.set_float32_matmul_precision("high"),
 }
 NEWER = {"fp32_precision": lambda: setattr(MATMUL, "fp32_precision", "tf32")}
+
+
+def used():
+    """By torch's products, at this moment."""
+    return tuple(switch.fp32_precision for switch in tf32._switches())
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +47,28 @@ def test_it_is_read_whichever_way_it_was_chosen(choose):
     before = tf32.settings()
     assert tf32.in_products()
     with tf32.off():
-        assert not tf32.in_products()
-        assert not tf32.anywhere(torch.device("cuda"))
-    assert tf32.settings() == before
+        assert set(used()) == {"ieee"}
+        assert tf32.settings() == before  # as it was chosen: norms of other threads' steps allow for it
+    assert used() == tf32.settings() == before
+
+
+def test_threads_do_not_put_back_what_others_have_set():
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay():
+        with tf32.off():
+            inside.set()
+            leave.wait()
+
+    before = used()
+    with tf32.off():
+        other = threading.Thread(target=stay)
+        other.start()
+        inside.wait()
+    assert set(used()) == {"ieee"}
+    leave.set()
+    other.join()
+    assert used() == before
 
 
 @pytest.mark.parametrize("choose", OLDER.values(), ids=OLDER)
@@ -58,10 +84,10 @@ def test_proofs_are_made_without_it():
     seen = []
 
     def forward(n, x):
-        seen.append(tf32.settings())
+        seen.append(used())
         return n.one(x)
 
-    before = tf32.settings()
+    before = used()
     clipped_gradients(Net(forward, one=nn.Linear(6, 5)), squared, *batch(7, 6), 1.0)
     assert "tf32" in before
     assert seen[0] == before  # the step's own forward pass

@@ -293,6 +293,8 @@ class Compiled:
         # On a CPU channels-last images would be transposed for every grouped convolution, and back.
         on_cpu = self.engine.device.type == "cpu"
         options = {**torch._inductor.list_mode_options(tuned), "layout_optimization": not on_cpu}
+        # Else sums are moved to the end of the graph, where they are used, and all that they need is held until then.
+        options["reorder_for_locality"] = False
         # Else all layers' scaled gradients would be made by one kernel, and lie there at the same time.
         return options if on_cpu else {**options, "max_fusion_size": 8}
 

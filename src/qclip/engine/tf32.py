@@ -5,20 +5,19 @@ used.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
+from qclip.engine.shared import Shared
 
-def _switches() -> tuple[Any, ...]:
-    cudnn: Any = torch.backends.cudnn
-    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+_chosen: tuple[str, ...] | None = None
 
 
 def settings() -> tuple[str, ...]:
-    """Of matrix products, convolutions and recurrent layers."""
-    return tuple(switch.fp32_precision for switch in _switches())
+    """Of matrix products, convolutions and recurrent layers; as they were chosen, also while it is `off`."""
+    return _now() if _chosen is None else _chosen
 
 
 def in_products() -> bool:
@@ -31,14 +30,32 @@ def anywhere(device: torch.device) -> bool:
     return device.type == "cuda" and "tf32" in settings()
 
 
-@contextmanager
-def off() -> Iterator[None]:
+def off() -> AbstractContextManager[None]:
     """Nothing uses it meanwhile: its rounding, one part in 1000, hides what is to be compared."""
-    before = settings()
+    return _off
+
+
+@contextmanager
+def _all_exact() -> Iterator[None]:
+    global _chosen  # noqa: PLW0603 - torch's setting is global
+    _chosen = _now()
     try:
         for switch in _switches():
             switch.fp32_precision = "ieee"
         yield
     finally:
-        for switch, setting in zip(_switches(), before, strict=True):
+        for switch, setting in zip(_switches(), _chosen, strict=True):
             switch.fp32_precision = setting
+        _chosen = None
+
+
+_off = Shared(_all_exact)
+
+
+def _now() -> tuple[str, ...]:
+    return tuple(switch.fp32_precision for switch in _switches())
+
+
+def _switches() -> tuple[Any, ...]:
+    cudnn: Any = torch.backends.cudnn
+    return torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
