@@ -13,8 +13,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 def machine_code(graph: GraphModule, inputs: Sequence[Tensor], options: dict[str, Any]) -> Callable[..., Any]:
     """The graph as a function of as many tensors, of just these shapes; whoever calls it takes care of that.
 
-    Not by `torch.compile`, which would first make a graph of the graph's own Python code: half of its time where there
-    are thousands of operations. What was compiled before is found on the disk.
+    Not by `torch.compile`, which would first make a graph of the graph's own Python code, which takes minutes for tens
+    of thousands of operations. What was compiled before is found on the disk.
     """
     from torch._inductor.compile_fx import compile_fx
 

@@ -17,7 +17,8 @@ _chosen: tuple[str, ...] | None = None
 
 def settings() -> tuple[str, ...]:
     """Of matrix products, convolutions and recurrent layers; as they were chosen, also while it is `off`."""
-    return _now() if _chosen is None else _chosen
+    chosen = _chosen  # which another thread may change
+    return _now() if chosen is None else chosen
 
 
 def in_products() -> bool:
