@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from engine.driven import as_traced
 from qclip import sampling
 from qclip.engine import compiled as driver
 from qclip.engine.compiled import Compiled
@@ -28,7 +29,7 @@ Z = 0.5
 @pytest.fixture
 def traced(monkeypatch):
     """The traced graph runs as it is."""
-    monkeypatch.setattr("qclip.engine.compiled.machine_code", lambda graph, inputs, options: graph)
+    monkeypatch.setattr("qclip.engine.compiled.machine_code", as_traced)
 
 
 @pytest.fixture

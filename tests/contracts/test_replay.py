@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from engine.driven import as_traced
 from qclip.engine import clipping
 from qclip.private import make_private
 from qclip.sampling import PoissonSampler
@@ -63,7 +64,7 @@ def ordinary(training, model, optimizer):
 
 def compiled(training, model, optimizer):
     """By compiled steps, which are traced here and not made into machine code."""
-    with mock.patch("qclip.engine.compiled.machine_code", lambda graph, inputs, options: graph):
+    with mock.patch("qclip.engine.compiled.machine_code", as_traced):
         fused(training, model, optimizer)
 
 

@@ -1,5 +1,7 @@
 """Forms against dense arithmetic in float64: norms, sums, masks, transposes, joins, and norms that round upward."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -189,6 +191,21 @@ def test_a_chunk_is_at_least_one_example():
     assert forms.chunk(10**12, like) == 1
     assert forms.chunk(0, like) >= 1
     assert forms.chunk(2**10, like) * 4 * 2**10 <= forms.CHUNK_BYTES
+
+
+def test_a_gpu_has_chunks_by_its_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**37))
+    like = SimpleNamespace(is_cuda=True, device="cuda")
+    assert forms.chunk(2**20, like) == 2**37 // forms.CHUNK_SHARE // 2**22
+    assert forms.chunk(10**12, like) == 1
+
+
+def test_a_kernel_that_writes_no_products_takes_all_examples_at_once(monkeypatch):
+    form = Outer(torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 6), torch.Size((2, 4, 6)))
+    expected = form.gram_norms()
+    monkeypatch.setattr(forms, "wins", lambda left, right: True)
+    monkeypatch.setattr(forms, "chunk", None)
+    torch.testing.assert_close(form.gram_norms(), expected)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
