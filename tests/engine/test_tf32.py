@@ -10,7 +10,6 @@ from engine.cases import Net, squared
 from engine.driven import Pair, as_traced, batch
 from qclip.engine import clipped_gradients, tf32
 from qclip.engine.products import doubt
-from qclip.engine.proof import repeatable
 
 MATMUL = torch.backends.cuda.matmul
 OLDER = {
@@ -92,26 +91,6 @@ def test_proofs_are_made_without_it():
     assert "tf32" in before
     assert seen[0] == before  # the step's own forward pass
     assert {setting for each in seen[1:] for setting in each} == {"ieee"}
-
-
-@pytest.mark.parametrize("chosen", ["default", "warn", "error"])
-def test_proofs_use_repeatable_kernels_where_there_are_some(chosen):
-    """As if on a GPU. Whoever wants them everywhere has them already."""
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode(chosen)
-    try:
-        before = torch.get_deterministic_debug_mode()
-        with repeatable(torch.device("cuda")):
-            assert torch.are_deterministic_algorithms_enabled()
-            assert torch.get_deterministic_debug_mode() == (before or 1)
-            if chosen == "default":
-                torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))  # of which there is no such kernel
-        assert torch.get_deterministic_debug_mode() == before
-        with repeatable(torch.device("cpu")):
-            assert torch.get_deterministic_debug_mode() == before
-    finally:
-        torch.set_deterministic_debug_mode("default")
-    assert torch.utils.deterministic.fill_uninitialized_memory == fills
 
 
 @pytest.mark.parametrize("choose", NEWER.values(), ids=NEWER)

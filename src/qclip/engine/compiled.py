@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from qclip import _validate as check
 from qclip._transfer import sent
 from qclip.engine import batch as batches
-from qclip.engine import checks, clipping, tf32
+from qclip.engine import checks, clipping, repeatable, tf32
 from qclip.engine.checks import Evaluate
 from qclip.engine.engine import Choice, Engine
 from qclip.engine.graph import Function, Outputs, as_a_step_runs, inputs_of, model_tensors, outputs_of, trace
@@ -223,7 +223,7 @@ class Compiled:
             model.kinds,
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
             tf32.settings(),
-            torch.are_deterministic_algorithms_enabled(),
+            repeatable.chosen(),
             torch.get_num_threads(),
         )
 

@@ -26,9 +26,10 @@ from qclip.engine.parts import (
     require_totals,
 )
 from qclip.engine.plan import Plan, signature
-from qclip.engine.proof import PROOFS, NotSpreading, Trial, perturbed, prove, repeatable
+from qclip.engine.proof import PROOFS, NotSpreading, Trial, perturbed, prove
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
+from qclip.engine.repeatable import repeatably
 from qclip.engine.result import ClippedGradients
 from qclip.engine.uncompiled import uncompiled
 from qclip.engine.watch import Watch, Watched
@@ -343,20 +344,22 @@ class Engine:
                 checks.require_losses(again.losses, count)
                 return Trial(again.capture, again.losses, not start.unmoved())
 
+        def proven() -> Plan:
+            plan = prove(run.capture, unseen, reached, batch, run.count, rerun, lambda: in_evaluation(self.model))
+            with perturbed(self.parameters.values()):
+                with run.random_state.replayed():
+                    again = self.record(evaluate, batch, run.count)
+                expected = plain_gradients(again.losses, self.parameters)
+                everyone = torch.ones(run.count, dtype=torch.bool, device=again.losses.device)
+                parts = self.collect(again, plan, everyone, evaluate, batch)
+                require_totals(parts, expected, again.capture.sites, self.parameters)
+            return plan
+
         try:
-            with repeatable(self.device):
-                plan = prove(run.capture, unseen, reached, batch, run.count, rerun, lambda: in_evaluation(self.model))
-                with perturbed(self.parameters.values()):
-                    with run.random_state.replayed():
-                        again = self.record(evaluate, batch, run.count)
-                    expected = plain_gradients(again.losses, self.parameters)
-                    everyone = torch.ones(run.count, dtype=torch.bool, device=again.losses.device)
-                    parts = self.collect(again, plan, everyone, evaluate, batch)
-                    require_totals(parts, expected, again.capture.sites, self.parameters)
+            return repeatably(self.device, proven)
         finally:
             for x, before in buffers:
                 x.data.copy_(before)
-        return plan
 
     def collect(self, run: "Run", plan: Plan, keep: Tensor, evaluate: Evaluate, batch: Any) -> Parts:
         """What the sites contribute to every parameter, by one backward pass."""

@@ -12,9 +12,8 @@ layer that starts at zero would hide everything behind it, by repeatable kernels
 - *replay*: a site without a rule, run again example by example, must give the output it gave.
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -22,13 +21,11 @@ import torch
 from torch import Tensor
 
 from qclip.engine import batch as batches
-from qclip.engine import tf32
 from qclip.engine.capture import Capture
 from qclip.engine.layouts import Layout, Single, candidates
 from qclip.engine.plan import Plan, SitePlan, plan_site, signature
 from qclip.engine.randomness import SameDraws
 from qclip.engine.refusal import Refusal
-from qclip.engine.shared import Shared
 from qclip.engine.sites import output_gradients
 
 _NOTED: Final = 2**24
@@ -341,38 +338,6 @@ def _runs_in_evaluation(
     except Refusal:  # such as a model that returns something else then
         return False
     return True
-
-
-@contextmanager
-def repeatable(device: torch.device) -> Iterator[None]:
-    """Without TF32, and by kernels that give the same twice, where a GPU has such.
-
-    Others add up in whatever order they get to it. In 16 bits that grows from layer to layer, until it looks as if
-    examples were mixed.
-    """
-    with tf32.off(), _DETERMINISTIC if device.type == "cuda" else nullcontext():
-        yield
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    if torch.are_deterministic_algorithms_enabled():
-        yield
-        return
-    memory: Any = torch.utils.deterministic
-    fills = memory.fill_uninitialized_memory
-    try:
-        memory.fill_uninitialized_memory = False
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="(?s).*deterministic")  # some operations have none
-            yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        memory.fill_uninitialized_memory = fills
-
-
-_DETERMINISTIC: Final = Shared(_deterministic)
 
 
 def replacement(stay: Tensor) -> Tensor:
