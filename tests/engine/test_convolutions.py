@@ -61,7 +61,7 @@ def test_gradients_are_those_of_autograd(case, each):
     torch.testing.assert_close(form.dense(), expected)
     torch.testing.assert_close(form._grouped(), expected)
     torch.testing.assert_close(form.outer().dense(), expected)
-    for squares in (form.direct_norms(), form.gram_norms()):
+    for squares in (form.direct_norms().norms, form.gram_norms().norms):
         torch.testing.assert_close(squares, expected.flatten(1).square().sum(1))
 
 
@@ -107,7 +107,7 @@ def test_kernels_give_norms_and_sums_of_the_very_gradients_that_would_be_kept(ca
     monkeypatch.setattr(Windows, "_split", None)
     kept = form.kept()
     assert kept.grads.dtype == torch.bfloat16  # rounded
-    torch.testing.assert_close(form.direct_norms(), kept.grads.float().flatten(1).square().sum(1))
+    torch.testing.assert_close(form.direct_norms().norms, kept.grads.float().flatten(1).square().sum(1))
     found = form.weighted_sum(factors)
     assert found.is_contiguous()
     torch.testing.assert_close(found, (kept.grads.float() * factors.view(-1, 1, 1, 1, 1)).sum(0))

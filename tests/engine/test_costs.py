@@ -13,9 +13,9 @@ from torch import nn
 from engine.cases import Net
 from engine.cases.case import squared
 from engine.compare import assert_same
-from qclip.engine import CostModel, Engine, Outer, clipped_gradients, convolutions, explain, oracle
+from qclip.engine import CostModel, Dense, Engine, Outer, clipped_gradients, convolutions, explain, oracle
 from qclip.engine.convolutions import Geometry, Windows
-from qclip.engine.parts import Part, prepare
+from qclip.engine.parts import Part, prepare, squared_norms, weighted_sum
 
 METHODS = ("gram", "direct", "kept")
 
@@ -195,6 +195,25 @@ def test_each_stretch_has_the_memory_to_itself():
 
     assert kept() == [True, False, False, False]
     assert kept(stretches={"a": 0, "b": 1, "c": 1, "d": 2}) == [True, True, False, True]
+    assert kept(like=6) == [False] * 4
+    assert kept(like=1) == [True, True, True, False]
+
+
+def test_gradients_of_a_few_examples_like_others_are_formed_when_needed():
+    """In the way of those that are kept, so that both round alike; but none is kept."""
+    form = outer(3, 40, 6, 5)
+    kept, formed = ({"w": [Part(form)]} for _ in range(2))
+    prepare(kept, CostModel(method="kept"))
+    prepare(formed, CostModel(method="kept"), like=100)
+    assert isinstance(kept["w"][0].form, Dense)
+    assert formed["w"][0].form is form
+    factors, parameters = torch.tensor([0.5, 0.0, 2.0]), {"w": torch.zeros(6, 5)}
+    for find in (
+        lambda parts: squared_norms(parts["w"]).norms,
+        lambda parts: weighted_sum("w", parts["w"], factors, None, parameters),
+        lambda parts: weighted_sum("w", parts["w"], factors, factors > 0, parameters),
+    ):
+        assert torch.equal(find(formed), find(kept))
 
 
 @pytest.mark.parametrize("budget", [0, 1000, 10**9])

@@ -110,7 +110,7 @@ def check(form):
     torch.testing.assert_close(
         summed.double(), torch.einsum("b,b...->...", factors.double(), truth), rtol=1e-5, atol=1e-5
     )
-    assert form.squared_norms().shape == (count,)
+    assert form.squared_norms().norms.shape == (count,)
     keep = torch.arange(count) % 2 == 0
     masked = form.masked(keep)
     assert type(masked) is type(form)
@@ -121,9 +121,9 @@ def check(form):
 @given(outers())
 def test_outer(form):
     check(form)
-    assert_norms(form.gram_norms(), form, gram=True)
-    assert_norms(form.direct_norms(), form)
-    assert_norms(form.squared_norms(), form, gram=True)
+    assert_norms(form.gram_norms().norms, form, gram=True)
+    assert_norms(form.direct_norms().norms, form)
+    assert_norms(form.squared_norms().norms, form, gram=True)
     assert form.outer() is form
     assert form.examples == len(form.left)
     assert form.size == form.shape.numel()
@@ -132,13 +132,13 @@ def test_outer(form):
 @given(tables())
 def test_rows(form):
     check(form)
-    assert_norms(form.squared_norms(), form)
+    assert_norms(form.squared_norms().norms, form)
 
 
 @given(denses())
 def test_dense(form):
     check(form)
-    torch.testing.assert_close(form.squared_norms().double(), norms(exact(form)).square(), rtol=1e-5, atol=1e-10)
+    torch.testing.assert_close(form.squared_norms().norms.double(), norms(exact(form)).square(), rtol=1e-5, atol=1e-10)
 
 
 @given(outers(groups=st.just(1)))
@@ -169,7 +169,7 @@ def test_windows(drawn):
     expected = torch.einsum("b,b...->...", factors.double(), truth)
     torch.testing.assert_close(form.weighted_sum(factors).double(), expected, rtol=1e-5, atol=1e-5)
     squares = norms(truth).square()
-    for found in (form.gram_norms(), form.direct_norms(), form.squared_norms()):
+    for found in (form.gram_norms().norms, form.direct_norms().norms, form.squared_norms().norms):
         torch.testing.assert_close(found.double(), squares, rtol=1e-4, atol=1e-4)
     keep = torch.arange(form.examples) % 2 == 0
     assert not form.masked(keep).dense()[~keep].any()
@@ -179,11 +179,11 @@ def test_windows(drawn):
 @given(outers(), st.integers(1, 3))
 def test_chunks(form, examples):
     """A few examples at a time give the same as all at once."""
-    whole = form.gram_norms(), form.direct_norms()
+    whole = form.gram_norms().norms, form.direct_norms().norms
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forms, "chunk", lambda numbers_each, like: examples)
-        torch.testing.assert_close(form.gram_norms(), whole[0])
-        torch.testing.assert_close(form.direct_norms(), whole[1])
+        torch.testing.assert_close(form.gram_norms().norms, whole[0])
+        torch.testing.assert_close(form.direct_norms().norms, whole[1])
 
 
 def test_a_chunk_is_at_least_one_example():
@@ -202,10 +202,10 @@ def test_a_gpu_has_chunks_by_its_memory(monkeypatch):
 
 def test_a_kernel_that_writes_no_products_takes_all_examples_at_once(monkeypatch):
     form = Outer(torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 6), torch.Size((2, 4, 6)))
-    expected = form.gram_norms()
+    expected = form.gram_norms().norms
     monkeypatch.setattr(forms, "wins", lambda left, right: True)
     monkeypatch.setattr(forms, "chunk", None)
-    torch.testing.assert_close(form.gram_norms(), expected)
+    torch.testing.assert_close(form.gram_norms().norms, expected)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -223,9 +223,9 @@ def test_masked_examples_add_nothing_whatever_they_hold(kind, value):
     masked = form.masked(torch.tensor([True, False, True]))
     factors = torch.ones(3)
     assert masked.weighted_sum(factors).isfinite().all()
-    assert masked.squared_norms().isfinite().all()
-    assert masked.squared_norms()[1] == 0
-    assert not form.squared_norms()[1].isfinite()
+    assert masked.squared_norms().norms.isfinite().all()
+    assert masked.squared_norms().norms[1] == 0
+    assert not form.squared_norms().norms[1].isfinite()
 
 
 # Cancellation
@@ -253,7 +253,7 @@ def assert_bounded(form, squares, clip_norm=1.0):
 
 @given(cancelling(), st.sampled_from([1e-9, 1e-6, 1e-3, 1.0]))
 def test_norms_that_cancel_are_taken_from_above(form, clip_norm):
-    for squares in (form.gram_norms(), form.direct_norms(), form.squared_norms()):
+    for squares in (form.gram_norms().norms, form.direct_norms().norms, form.squared_norms().norms):
         assert (squares >= 0).all()
         assert_bounded(form, squares, clip_norm)
 
@@ -262,7 +262,7 @@ def test_norms_that_cancel_are_taken_from_above(form, clip_norm):
 def test_rows_that_cancel_are_taken_from_above(outer, clip_norm):
     grads = torch.cat([outer.left[:, 0], -outer.left[:, 0] * (1 + 1e-6)], 1)
     form = Rows(torch.zeros(grads.shape[:2], dtype=torch.long), grads, torch.Size((2, grads.shape[2])))
-    assert_bounded(form, form.squared_norms(), clip_norm)
+    assert_bounded(form, form.squared_norms().norms, clip_norm)
 
 
 @given(seeds, st.integers(-8, 0), st.sampled_from([1e-9, 1e-3, 1.0]))
@@ -274,7 +274,7 @@ def test_ties_that_cancel_are_taken_from_above(seed, exponent, clip_norm):
     right = numbers(g, 2, 1, T, N)
     outer = Outer(F.one_hot(ids, V).float()[:, None], right, torch.Size((V, N)))
     table = Rows(ids, -right[:, 0] + 10.0**exponent * numbers(g, 2, T, N), torch.Size((V, N)))
-    squares = joint_squared_norms(outer, table)
+    squares = joint_squared_norms(outer, table).norms
     factors = (clip_norm / squares.sqrt()).clamp(max=1)
     for b in range(2):
         alone = torch.where(torch.arange(2) == b, factors, 0)
@@ -319,9 +319,9 @@ def test_join(found):
         outer, table = joined
         assert isinstance(outer, Outer)
         assert isinstance(table, Rows)
-        squares = joint_squared_norms(outer, table)
+        squares = joint_squared_norms(outer, table).norms
     else:
-        squares = joined[0].squared_norms()
+        squares = joined[0].squared_norms().norms
     size = sum(summands(form) for form in found)
     atol = 40 * EPS * float(size.square().max()) + 1e-12
     torch.testing.assert_close(squares.double(), norms(truth).square(), rtol=1e-5, atol=atol)
@@ -354,7 +354,7 @@ def test_join_of_a_convolution_and_a_table():
     table = Rows(torch.randint(4, (2, 3), generator=g), numbers(g, 2, 3, 2, 3), shape)
     truth = conv.dense().double() + exact(table)
     joined = join([conv, table])
-    squares = joint_squared_norms(*joined) if len(joined) == 2 else joined[0].squared_norms()
+    squares = joint_squared_norms(*joined).norms if len(joined) == 2 else joined[0].squared_norms().norms
     torch.testing.assert_close(squares.double(), norms(truth).square(), rtol=1e-5, atol=1e-5)
     total = sum(form.weighted_sum(torch.ones(2)) for form in joined)
     torch.testing.assert_close(total.double(), truth.sum(0), rtol=1e-5, atol=1e-5)
@@ -375,6 +375,6 @@ def test_arithmetic_is_in_float32_for_lower_precisions(dtype):
         (Rows(ids, left[:, 0], torch.Size((5, 8))), Rows(ids, left[:, 0].float(), torch.Size((5, 8)))),
         (Dense(left), Dense(left.float())),
     ]:
-        assert low.squared_norms().dtype == low.weighted_sum(factors).dtype == torch.float32
-        torch.testing.assert_close(low.squared_norms(), high.squared_norms(), rtol=1e-6, atol=0)
+        assert low.squared_norms().norms.dtype == low.weighted_sum(factors).dtype == torch.float32
+        torch.testing.assert_close(low.squared_norms().norms, high.squared_norms().norms, rtol=1e-6, atol=0)
         torch.testing.assert_close(low.weighted_sum(factors), high.weighted_sum(factors), rtol=1e-6, atol=1e-6)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from engine.cases import Net, squared
 from engine.compare import assert_same
 from engine.driven import Pair, as_traced, batch
-from qclip.engine import compiled
+from qclip.engine import CostModel, Outer, compiled
 from qclip.engine.refusal import Refusal
 
 B, D, P = 7, 6, 5
@@ -293,3 +293,18 @@ def test_dropout_inside_a_function_without_a_rule_runs_eager():
         found = pair.compiled(*data)
     torch.manual_seed(1)
     assert_same(found, pair.expected(*data), 2e-5)
+
+
+@pytest.mark.parametrize("groups", ["flat", "per-layer"])
+def test_a_step_that_keeps_less_than_its_proof_could_agrees_with_it(groups, monkeypatch, traces):
+    """Where factors are rounded a lot, gradients that are not kept are clipped more: the proof must do so, too."""
+    monkeypatch.setattr(Outer, "rounding", 0.05)
+    costs = CostModel(kept_bytes=4 * 8 * 64, overhead=1e-3)  # of one layer and eight examples
+    pair = Pair(nn.Sequential(*[nn.Linear(8, 8) for _ in range(2)]), costs=costs, groups=groups)
+    for count in (6, 32):
+        data = batch(count, 24, 8)
+        found, expected = pair.compiled(*data), pair.expected(*data)
+        torch.testing.assert_close(found.group_norms, expected.group_norms)
+        if groups == "flat":  # else a compiled step has memory for each layer
+            assert_same(found, expected, rtol=2e-5)
+    assert len(traces) == 2

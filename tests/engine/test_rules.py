@@ -77,7 +77,7 @@ def assert_rule(function, *args, axis=0, names=None, **kwargs):
             )
             expected.append(torch.autograd.grad(alone, parameter, one(grad, b, axis))[0])
         torch.testing.assert_close(form.dense(), torch.stack(expected), rtol=1e-4, atol=1e-5)
-        squares = form.squared_norms()
+        squares = form.squared_norms().norms
         lengths = torch.stack([grad.square().sum() for grad in expected])
         torch.testing.assert_close(squares, lengths, rtol=1e-4, atol=1e-5)
 

@@ -19,7 +19,7 @@ from qclip.bench.modes import MODES
 from qclip.bench.precision import Precision, precision_named
 from qclip.bench.workload import workload
 
-LARGE_MODES = ("compiled", "qclip compiled")
+LARGE_MODES = ("compiled", "qclip compiled", "qclip per-layer compiled")
 
 
 class Recomputed(nn.Module):
@@ -131,7 +131,7 @@ def measure_large(
 ) -> list[LargeRow]:
     """The largest batch and its speed, for each case and mode; the time is shared between them equally.
 
-    cases: names in `LARGE_CASES`; the first when left out. modes: names in `MODES`; compiled, plain and private.
+    cases: names in `LARGE_CASES`; the first when left out. modes: names in `MODES`; `LARGE_MODES` when left out.
     """
     place, precision = device_named(device), precision_named(dtype)
     if place.type != "cuda":

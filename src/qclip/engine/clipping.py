@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from qclip.engine.forms import Dense, keep_examples, square_sums
+from qclip.engine.forms import Dense, Squares, keep_examples, square_sums
 from qclip.engine.groups import Groups
 from qclip.engine.parts import Parts, accumulator, squared_norms, weighted_sum
 from qclip.engine.products import full, weighted_rows
@@ -51,6 +51,8 @@ class Norms(NamedTuple):
     """[B]: the examples that count."""
     raw: Sequence[Tensor]
     """Of each group [B], whatever came out."""
+    scaled: Sequence[Tensor]
+    """Likewise, of what is multiplied by a factor other than 1 and rounded then."""
     by_group: Tensor
     """[B, K]; inf where an example does not count or is not finite."""
     usable: Tensor
@@ -69,23 +71,28 @@ def group_norms(
 ) -> Norms:
     """The norm of each group, over all contributions to its parameters; ``keep`` says which examples count."""
     dtype = norm_dtype(parameters)
-    squares: list[list[Tensor]] = [[] for _ in groups.names]
+    squares: list[list[Squares]] = [[] for _ in groups.names]
     for bundle in bundles:
-        squares[bundle.group].append(square_sums(bundle.rows).to(dtype))
+        squares[bundle.group].append(Squares.exact(square_sums(bundle.rows)))
     done = {name for bundle in bundles for name in bundle.lengths}
     for name, found in parts.items():
         if found and name not in done:
-            squares[groups.members[name]].append(squared_norms(found).to(dtype))
+            squares[groups.members[name]].append(squared_norms(found))
     zero = torch.zeros(len(keep), dtype=dtype, device=keep.device)
-    raw = [_total(each, zero).sqrt() for each in squares]
+    raw = [_total([square.norms for square in each], zero).sqrt() for each in squares]
+    scaled = [
+        norm if all(square.scaled is square.norms for square in each) else _total([x.scaled for x in each], zero).sqrt()
+        for norm, each in zip(raw, squares, strict=True)
+    ]
     norms = torch.stack(raw, 1)
     finite = norms.isfinite().all(1)
     usable = finite & keep
-    return Norms(keep, raw, torch.where(usable[:, None], norms, torch.inf), usable, finite)
+    return Norms(keep, raw, scaled, torch.where(usable[:, None], norms, torch.inf), usable, finite)
 
 
 def _total(squares: Sequence[Tensor], zero: Tensor) -> Tensor:
     """A few are added one by one: compiled, that is part of what made them, and a stack would have to be written."""
+    squares = [square.to(zero.dtype) for square in squares]
     if len(squares) > FEW:
         return torch.stack(list(squares)).sum(0)
     return reduce(torch.add, squares) if squares else zero
@@ -98,7 +105,12 @@ def clip_factors(norms: Norms, limits: Tensor, *, hasty: bool = False) -> list[T
     examples are finite.
     """
     counted = norms.keep if hasty else norms.usable
-    return [torch.where(counted, (limits[k] / raw).clamp(max=1), 0) for k, raw in enumerate(norms.raw)]
+    factors = []
+    for k, (raw, scaled) in enumerate(zip(norms.raw, norms.scaled, strict=True)):
+        factor = (limits[k] / scaled).clamp(max=1)
+        factor = factor if scaled is raw else torch.where(raw <= limits[k], 1, factor)  # 1 rounds nothing
+        factors.append(torch.where(counted, factor, 0))
+    return factors
 
 
 def clipped_sums(

@@ -16,6 +16,7 @@ from qclip.engine.forms import (
     Dense,
     Outer,
     Products,
+    Squares,
     chunk,
     from_above,
     keep_examples,
@@ -114,26 +115,28 @@ class Windows(Products):
         alone = self.geometry.groups == 1 and len(self.shape) == 4 and len(self.grads) == self.examples
         return alone and is_native(self.images) and is_native(self.grads)
 
-    def squared_norms(self) -> Tensor:
-        """[B], by the cheaper of the two ways that keep nothing."""
+    def squared_norms(self) -> Squares:
+        """By the cheaper of the two ways that keep nothing."""
         m, n = self.sides
         return self.gram_norms() if self.positions * (m + n) <= m * n else self.direct_norms()
 
-    def gram_norms(self) -> Tensor:
-        """[B], from products of the positions with one another, a few examples at a time."""
+    def gram_norms(self) -> Squares:
+        """From products of the positions with one another, a few examples at a time."""
         step = chunk(self.positions * (sum(self.sides) * self.geometry.groups + self.positions), self.images)
-        return torch.cat([part.outer().gram_norms() for part in self._split(step)])
+        found = Squares.cat([part.outer().gram_norms() for part in self._split(step)])
+        # On a GPU the sum adds up rounded gradients, whatever the factor.
+        return Squares.exact(found.scaled)
 
-    def direct_norms(self) -> Tensor:
-        """[B], from the gradients, formed a few at a time and thrown away."""
+    def direct_norms(self) -> Squares:
+        """From the gradients, formed a few at a time and thrown away."""
         # On a GPU the sum adds up the very same gradients, rounded alike: nothing is in doubt.
         if self.in_kernels:  # not split: pieces would fix how images and gradients lie in memory, by copies
-            return window_squares(self.images, self.grads, *self._pairs())
+            return Squares.exact(window_squares(self.images, self.grads, *self._pairs()))
         parts = self._split(chunk(self.shape.numel(), self.images))
         if self.images.is_cuda:
-            return torch.cat([part.kept().squared_norms() for part in parts])
+            return Squares.cat([part.kept().squared_norms() for part in parts])
         squares = torch.cat([square_sums(part.dense()) for part in parts])
-        return from_above(squares, self.sizes(), doubt(self.grads))
+        return Squares.exact(from_above(squares, self.sizes(), doubt(self.grads)))
 
     def sizes(self) -> Tensor:
         """[B]: no less than the sum of the lengths of the outer products, from whole images instead of windows."""

@@ -257,7 +257,9 @@ class Engine:
         checks.require_losses(run.losses, run.count)
         keep = batches.full_mask(run.count, mask, run.losses.device)
         run, _, parts = self.parts(run, keep, evaluate, batch, kind=kind)
-        return self._clip(parts, run.losses, keep, choice)
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            prepare(parts, self.costs)
+            return self.clip(parts, run.losses, keep, choice)
 
     @torch.enable_grad()
     def parts(
@@ -395,17 +397,16 @@ class Engine:
         """What was given; refused before anything is computed where it is no threshold."""
         return clip_norm if callable(clip_norm) else self.groups.thresholds(clip_norm)
 
-    def _clip(self, parts: Parts, losses: Tensor, keep: Tensor, choice: Choice) -> ClippedGradients:
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            prepare(parts, self.costs)
-            bundles = clipping.bundled(parts, self.groups)
-            norms = clipping.group_norms(parts, bundles, self.groups, self.parameters, keep)
-            thresholds = self.groups.thresholds(choice(norms.by_group[keep]) if callable(choice) else choice)
-            limits = torch.tensor(thresholds, dtype=norms.by_group.dtype, device=keep.device)
-            # Where all is finite (one look at one flag), nothing has to be masked out.
-            mask = None if bool(norms.usable.all()) else norms.usable
-            factors = clipping.clip_factors(norms, limits)
-            sums = clipping.clipped_sums(parts, bundles, factors, self.groups, self.parameters, mask)
+    def clip(self, parts: Parts, losses: Tensor, keep: Tensor, choice: Choice) -> ClippedGradients:
+        """The clipped sum of what the sites contribute."""
+        bundles = clipping.bundled(parts, self.groups)
+        norms = clipping.group_norms(parts, bundles, self.groups, self.parameters, keep)
+        thresholds = self.groups.thresholds(choice(norms.by_group[keep]) if callable(choice) else choice)
+        limits = torch.tensor(thresholds, dtype=norms.by_group.dtype, device=keep.device)
+        # Where all is finite (one look at one flag), nothing has to be masked out.
+        mask = None if bool(norms.usable.all()) else norms.usable
+        factors = clipping.clip_factors(norms, limits)
+        sums = clipping.clipped_sums(parts, bundles, factors, self.groups, self.parameters, mask)
         return ClippedGradients.of(sums, norms.by_group, thresholds, losses.detach(), keep)
 
     def _nothing(self, choice: Choice) -> ClippedGradients:

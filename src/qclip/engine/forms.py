@@ -9,7 +9,9 @@ A gradient of B examples is rarely needed as B full tensors. A few forms cover e
 
 All arithmetic is in float32 (float64 for float64), whatever the precision of the tensors. Where a sum is computed in
 another order than its norm, rounding could make the norm too small for it: such norms are taken from above, by a few
-units of rounding of the summands' sizes. That matters only where the summands nearly cancel.
+units of rounding of the summands' sizes. That matters only where the summands nearly cancel. Native 16-bit numbers are
+rounded once more when they are multiplied by a clip factor, which is no longer negligible where there are many of them:
+what is scaled has a bound of its own (`Squares`), and what is not keeps its norm.
 
 Shapes: B examples, G groups of channels, T positions, M x N the two sides of a weight.
 """
@@ -17,7 +19,7 @@ Shapes: B examples, G groups of channels, T positions, M x N the two sides of a 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,12 +60,34 @@ def square_sums(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(full(x).flatten(1), dim=1).square() if x.dim() > 1 else full(x).square()
 
 
+class Squares(NamedTuple):
+    """The squared norms of B gradients."""
+
+    norms: Tensor
+    """[B]: of what is added up at a factor of 1."""
+    scaled: Tensor
+    """[B]: of what is added up at other factors, divided by them; the same tensor where these round nothing."""
+
+    @staticmethod
+    def exact(squares: Tensor) -> "Squares":
+        """Where factors round nothing."""
+        return Squares(squares, squares)
+
+    @staticmethod
+    def cat(found: "Sequence[Squares]") -> "Squares":
+        """Of all their examples."""
+        norms = torch.cat([each.norms for each in found])
+        if all(each.scaled is each.norms for each in found):
+            return Squares.exact(norms)
+        return Squares(norms, torch.cat([each.scaled for each in found]))
+
+
 class Form(ABC):
     """The gradients of B examples for one parameter."""
 
     @abstractmethod
-    def squared_norms(self) -> Tensor:
-        """[B]."""
+    def squared_norms(self) -> Squares:
+        """Of each example."""
 
     @abstractmethod
     def weighted_sum(self, factors: Tensor) -> Tensor:
@@ -122,12 +146,12 @@ class Products(Form):
         return False
 
     @abstractmethod
-    def gram_norms(self) -> Tensor:
-        """Squared norms [B], from the T x T products of the positions with one another; never forms a gradient."""
+    def gram_norms(self) -> Squares:
+        """From the T x T products of the positions with one another; never forms a gradient."""
 
     @abstractmethod
-    def direct_norms(self) -> Tensor:
-        """Squared norms [B], from the gradients, formed a few at a time and thrown away."""
+    def direct_norms(self) -> Squares:
+        """From the gradients, formed a few at a time and thrown away."""
 
     @abstractmethod
     def outer(self) -> "Outer":
@@ -146,9 +170,9 @@ class Dense(Form):
     squares: Tensor | None = None
     """Their squared norms [B], where they are known already."""
 
-    def squared_norms(self) -> Tensor:
-        """[B]."""
-        return square_sums(self.grads) if self.squares is None else self.squares
+    def squared_norms(self) -> Squares:
+        """Of each example; factors are not rounded."""
+        return Squares.exact(square_sums(self.grads) if self.squares is None else self.squares)
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """The sum of the gradients times the factors, of the parameter's shape."""
@@ -208,32 +232,50 @@ class Outer(Products):
         """Nothing to write."""
         return 0
 
+    @property
+    def rounding(self) -> float:
+        """How much a factor can change the summands by being rounded together with them, relative to their sizes."""
+        return max(rounding(x) if is_native(x) else 0.0 for x in (self.left, self.right))
+
     def sizes(self) -> Tensor:
         """[B]: the sum of the lengths of the outer products, which no rounding error exceeds by much."""
         return (lengths(self.left) * lengths(self.right)).sum((1, 2))
 
-    def squared_norms(self) -> Tensor:
-        """[B], by the cheaper of the two ways that keep nothing."""
+    def squared_norms(self) -> Squares:
+        """By the cheaper of the two ways that keep nothing."""
         m, n = self.sides
         if self.positions == 1:
             squares = (lengths(self.left) * lengths(self.right)).square().sum((1, 2))
-            return from_above(squares, self.sizes(), doubt(self.left)) if is_native(self.left) else squares
+            return self._bounds(squares, self.sizes(), 0.0) if self.rounding else Squares.exact(squares)
         return self.gram_norms() if self.positions * (m + n) <= m * n else self.direct_norms()
 
-    def gram_norms(self) -> Tensor:
-        """[B], from the T x T products of the positions with one another; never forms a gradient."""
+    def gram_norms(self) -> Squares:
+        """From the T x T products of the positions with one another; never forms a gradient."""
         if wins(self.left[:, 0], self.right[:, 0]):  # and writes no products
-            return _gram(self.left, self.right)
+            return self._gram_norms(self.left, self.right)
         step = chunk(self.left.shape[1] * self.positions**2, self.left)
         pairs = zip(self.left.split(step), self.right.split(step), strict=True)
-        return torch.cat([_gram(left, right) for left, right in pairs])
+        return Squares.cat([self._gram_norms(left, right) for left, right in pairs])
 
-    def direct_norms(self) -> Tensor:
-        """[B], from the gradients, formed a few at a time and thrown away."""
+    def direct_norms(self) -> Squares:
+        """From the gradients, formed a few at a time and thrown away."""
         step = chunk(self.shape.numel(), self.left)
         pairs = zip(self.left.split(step), self.right.split(step), strict=True)
         squares = torch.cat([square_sums(product(aligned(left).mT, aligned(right))) for left, right in pairs])
-        return from_above(squares, self.sizes(), doubt(self.left))
+        return self._bounds(squares, self.sizes(), doubt(self.left))
+
+    def _gram_norms(self, left: Tensor, right: Tensor) -> Squares:
+        """Of some examples."""
+        squares, sizes = _gram(left, right)
+        # Products of products round relative to the squared sizes: a norm far below them is not resolved.
+        squares = squares.clamp(min=0) + ROUNDINGS * rounding(sizes) * sizes.square()
+        rough = doubt(left)
+        return self._bounds(squares, sizes, rough if rough > ROUNDINGS * rounding(sizes) else 0.0)
+
+    def _bounds(self, squares: Tensor, sizes: Tensor, doubt: float) -> Squares:
+        """With room for summands of these sizes that are off by this much, and by more when they are scaled."""
+        norms = from_above(squares, sizes, doubt) if doubt else squares
+        return Squares(norms, from_above(norms, sizes, self.rounding)) if self.rounding else Squares.exact(norms)
 
     def outer(self) -> "Outer":
         """Itself."""
@@ -284,11 +326,11 @@ class Rows(Form):
     shape: torch.Size
     """The table's shape, [number of rows, *row]."""
 
-    def squared_norms(self) -> Tensor:
-        """[B], by sorting the entries and adding up those that share a row; no S x S, no one-hot."""
+    def squared_norms(self) -> Squares:
+        """By sorting the entries and adding up those that share a row; no S x S, no one-hot."""
         count, entries = self.ids.shape
         if entries == 0:
-            return torch.zeros(count, dtype=full(self.grads).dtype, device=self.grads.device)
+            return Squares.exact(torch.zeros(count, dtype=full(self.grads).dtype, device=self.grads.device))
         ids, order = self.ids.sort(dim=1)
         first = torch.arange(count, device=ids.device)[:, None] * entries
         segments = torch.zeros_like(ids)
@@ -296,7 +338,7 @@ class Rows(Form):
         rows = full(self.grads).reshape(count * entries, self.shape[1:].numel())
         summed = torch.zeros_like(rows).index_add(0, (segments + first).flatten(), rows[(order + first).flatten()])
         squares = square_sums(summed.view(count, entries * rows.shape[1]))
-        return from_above(squares, self.sizes(), ROUNDINGS * rounding(squares))
+        return Squares.exact(from_above(squares, self.sizes(), ROUNDINGS * rounding(squares)))
 
     def sizes(self) -> Tensor:
         """[B]: the sum of the lengths of the rows, repeated ones one by one."""
@@ -319,14 +361,18 @@ class Rows(Form):
         return Rows(self.ids, keep_examples(self.grads, keep), self.shape)
 
 
-def joint_squared_norms(outer: Outer, table: Rows) -> Tensor:
-    """[B]: the squared norm of a sum of both, as for the weight of a tied embedding and head, cross term included."""
+def joint_squared_norms(outer: Outer, table: Rows) -> Squares:
+    """Of a sum of both, as for the weight of a tied embedding and head, cross term included."""
     left, right = outer.left.squeeze(1), outer.right.squeeze(1)
     # Row s of the table meets position t of the product as left[t, id_s] (right[t] . grad_s).
     picked = full(left.gather(2, table.ids[:, None, :].expand(-1, left.shape[1], -1)))
     cross = (picked * product(right, table.grads.mT)).sum((1, 2))
-    room = doubt(outer.left) * outer.sizes() * table.sizes()
-    return outer.squared_norms() + table.squared_norms() + 2 * (cross + room)
+    sizes = outer.sizes() * table.sizes()
+    rough, (own, scaled), rows = doubt(outer.left), outer.squared_norms(), table.squared_norms().norms
+    norms = own + rows + 2 * (cross + rough * sizes)
+    if not outer.rounding:
+        return Squares.exact(norms)
+    return Squares(norms, scaled + rows + 2 * (cross + (rough + outer.rounding) * sizes))
 
 
 def join(forms: Sequence[Form]) -> list[Form]:
@@ -391,12 +437,10 @@ def _scaled(x: Tensor, factors: Tensor) -> Tensor:
     return scaled.to(x.dtype) if is_native(x) else scaled
 
 
-def _gram(left: Tensor, right: Tensor) -> Tensor:
+def _gram(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared norms [B], as they come out, and the sums of the lengths of the outer products."""
     groups = left.shape[:2]
     lefts, rights = left.flatten(0, 1), right.flatten(0, 1)
     found = gram_squares(lefts, rights) if wins(lefts, rights) else squares_from_matrices(lefts, rights)
     squares, sizes = (x.view(groups).sum(1) for x in found)
-    # Products of products round relative to the squared sizes: a norm far below them is not resolved.
-    squares = squares.clamp(min=0) + ROUNDINGS * rounding(sizes) * sizes.square()
-    rough = doubt(left)
-    return from_above(squares, sizes, rough) if rough > ROUNDINGS * rounding(sizes) else squares
+    return squares, sizes

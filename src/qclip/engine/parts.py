@@ -8,7 +8,7 @@ from torch import Tensor
 
 from qclip.engine import derivations
 from qclip.engine.costs import CostModel, Method
-from qclip.engine.forms import Dense, Form, Outer, Products, Rows, join, joint_squared_norms
+from qclip.engine.forms import Dense, Form, Outer, Products, Rows, Squares, join, joint_squared_norms
 from qclip.engine.plan import Plan, gradient_forms
 from qclip.engine.refusal import Refusal
 from qclip.engine.rules.registry import Gradient
@@ -24,6 +24,10 @@ class Part:
     """Set where the form is still of a derived value that keeps the norm: only the sum is carried on."""
     method: Method | None = None
     """How the norms of a sum of outer products are computed."""
+
+    def formed(self) -> Form:
+        """The form, with gradients that are to be kept as such."""
+        return self.form.kept() if self.method == "kept" and isinstance(self.form, Products) else self.form
 
 
 Parts = dict[str, list[Part]]
@@ -88,7 +92,7 @@ def require_totals(
     noise = overall * sum(float(torch.linalg.vector_norm(grad)) for grad in expected.values())
     for name, wanted in expected.items():
         found = parts[name]
-        squares = squared_norms(found) if found else wanted.new_zeros(1, dtype=accumulator(wanted))
+        squares = squared_norms(found).norms if found else wanted.new_zeros(1, dtype=accumulator(wanted))
         total = weighted_sum(name, found, torch.ones_like(squares), None, parameters)
         difference = torch.linalg.vector_norm(total - wanted.to(total.dtype))
         if bool(difference > tolerance * (squares.sqrt().sum() + torch.linalg.vector_norm(wanted)) + noise):
@@ -138,10 +142,14 @@ def _joined(name: str, found: list[Part], parameters: Mapping[str, Tensor]) -> l
     return [Part(form) for form in join([part.form for part in plain[name]])]
 
 
-def prepare(parts: Parts, costs: CostModel, stretches: Mapping[str, int] | None = None) -> None:
+def prepare(
+    parts: Parts, costs: CostModel, stretches: Mapping[str, int] | None = None, *, like: int | None = None
+) -> None:
     """Choose how each sum of outer products is dealt with; gradients to be kept are formed here, once.
 
     ``stretches`` of parameters whose gradients are let go before others' are formed each have the memory to themselves.
+    To compare with a step of more examples, choose as it does for all that are ``like`` these; nothing is kept then,
+    but formed in the same way whenever it is needed.
     """
     available: dict[int, int] = {}
     for name, found in parts.items():
@@ -151,20 +159,20 @@ def prepare(parts: Parts, costs: CostModel, stretches: Mapping[str, int] | None 
         stretch = 0 if stretches is None else stretches[name]
         if stretch not in available:
             available[stretch] = costs.budget(part.form.like.device)
-        part.method = costs.choose(part.form, available[stretch])
+        part.method = costs.choose(part.form, available[stretch], like)
         if part.method == "kept":
-            available[stretch] -= costs.kept_bytes_of(part.form)
-            part.form = part.form.kept()
+            available[stretch] -= costs.kept_bytes_of(part.form, like)
+            part.form = part.form.kept() if like is None else part.form
 
 
-def squared_norms(found: Sequence[Part]) -> Tensor:
-    """[B]: the squared norm of all contributions to one parameter together."""
+def squared_norms(found: Sequence[Part]) -> Squares:
+    """Of all contributions to one parameter together."""
     if len(found) == 2:
         outer, table = (part.form for part in found)
         assert isinstance(outer, Outer)
         assert isinstance(table, Rows)
         return joint_squared_norms(outer, table)
-    form, method = found[0].form, found[0].method
+    form, method = found[0].formed(), found[0].method
     if isinstance(form, Products) and method is not None:
         return form.gram_norms() if method == "gram" else form.direct_norms()
     return form.squared_norms()
@@ -177,7 +185,7 @@ def weighted_sum(
     parameter = parameters[name]
     total = None
     for part in found:
-        form = part.form if keep is None else part.form.masked(keep)
+        form = part.formed() if keep is None else part.formed().masked(keep)
         value = form.weighted_sum(factors)
         if part.source is not None:
             value = derivations.to_parameters(part.source, value, parameters, batched=False)[name]

@@ -12,6 +12,8 @@ from qclip.engine import tf32
 
 ROUNDINGS = 4
 """How many units of rounding norms are taken from above."""
+NATIVE_ROUNDINGS = 256
+"""The same, of products of native 16-bit numbers."""
 FEW_ROWS = 64
 """How many rows a GPU scales and adds up itself: compiled, that takes in how their factors came about."""
 LONG = 256
@@ -118,13 +120,13 @@ def rounding(x: Tensor) -> float:
 
 
 def doubt(x: Tensor) -> float:
-    """How much of its size a summand can be off when it is scaled and put into a product, in another order.
+    """How much of its size a summand can be off when it is put into a product, in another order.
 
-    A native 16-bit number is rounded when it is scaled. With TF32 both sides of a product lose bits, in the norm and in
-    the sum.
+    With TF32 both sides of a product lose bits, in the norm and in the sum. Products of native 16-bit numbers are
+    exact, but what a GPU adds them up with is not always quite float32.
     """
     if is_native(x):
-        return rounding(x)
+        return NATIVE_ROUNDINGS * rounding(full(x))
     if x.is_cuda and x.dtype == torch.float32 and tf32.in_products():
         return 4 * 2.0**-11
     return ROUNDINGS * rounding(full(x))

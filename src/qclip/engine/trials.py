@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from qclip.engine import batch as batches
-from qclip.engine import clipping, tf32
+from qclip.engine import checks, clipping, tf32
 from qclip.engine.checks import Evaluate
 from qclip.engine.engine import Engine, Run
-from qclip.engine.graph import Function, inputs_of, model_tensors, outputs_of, trace
+from qclip.engine.graph import Function, as_a_step_runs, inputs_of, model_tensors, outputs_of, trace
+from qclip.engine.parts import prepare
 from qclip.engine.plan import Plan
 from qclip.engine.proof import halves, replacement
 from qclip.engine.randomness import RandomState
@@ -63,7 +64,7 @@ class Trials:
         Where random numbers are drawn the two draw others, so only what is finite is compared.
         """
         mine = self.trial(function, batch, few)
-        theirs = self._eager(evaluate, batches.select(batch, few, len(few)), few[few])
+        theirs = self._eager(evaluate, batches.select(batch, few, len(few)), few[few], like=len(few))
         if mine.random:
             return torch.equal(mine.norms[few].isfinite(), theirs.group_norms.isfinite())
         return self._same(mine.sums, mine.norms[few], theirs)
@@ -76,7 +77,7 @@ class Trials:
         everyone = torch.ones(count, dtype=torch.bool, device=self._device)
         graph = trace(self._engine, run, plan, evaluate, batch, everyone, self.limits)
         mine = self.trial(lambda inputs: graph(*inputs), batch, everyone)
-        return self._same(mine.sums, mine.norms, self._eager(evaluate, batch, everyone))
+        return self._same(mine.sums, mine.norms, self._eager(evaluate, batch, everyone, like=count))
 
     def require_separation(self, function: Function, batch: Any, count: int) -> None:
         """Refuse a model in which replacing some of all examples changes the norms or losses of others."""
@@ -90,9 +91,19 @@ class Trials:
                 if bool(_differ(a[stay], b[stay], tolerance).any()):
                     raise Refusal("examples mix: replacing some of them changed the losses or gradient norms of others")
 
-    def _eager(self, evaluate: Evaluate, batch: Any, mask: Tensor) -> ClippedGradients:
+    def _eager(self, evaluate: Evaluate, batch: Any, mask: Tensor, *, like: int) -> ClippedGradients:
+        """What the eager driver gives, by the norms that a compiled step takes of as many examples ``like`` these.
+
+        Other norms allow for other rounding, and so clip a little more or less.
+        """
+        engine = self._engine
         with RandomState.now(self._device).replayed():
-            return self._engine.clipped(evaluate, batch, self._ones, mask=mask)
+            run = engine.record(evaluate, batch, len(mask))
+            checks.require_losses(run.losses, len(mask))
+            run, _, parts = engine.parts(run, mask, evaluate, batch)
+        with as_a_step_runs(self._device):
+            prepare(parts, engine.costs, engine.groups.stretches(), like=like)
+            return engine.clip(parts, run.losses, mask, self._ones)
 
     def _same(self, sums: Sequence[Tensor], norms: Tensor, theirs: ClippedGradients) -> bool:
         """Whether these are the sums and the norms [B, K] of the eager driver.
