@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from scipy.stats import ks_2samp
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -190,9 +191,14 @@ def test_compiled_models(case):
     problem = case.build(B)
     driven, clip_norm = Driven(case, problem), middle(case, problem)
     found = first(case, driven, clip_norm)
-    if case.random:  # compiled code draws other numbers than torch's own operations
-        full = slow(case, problem, clip_norm)
-        assert found.norms.mean() == pytest.approx(float(full.norms.mean()), rel=0.5)
+    if case.random:  # compiled code draws other numbers than torch's own operations, as often
+        batch = problem.inputs, problem.targets, torch.ones(B)
+        compiled, eager = (
+            torch.stack([driver.clipped(driven.evaluate, batch, clip_norm).norms for _ in range(300)])
+            for driver in (driven.driver, driven.driver.engine)
+        )
+        for mine, expected in zip(compiled.T, eager.T, strict=True):  # 7 tests: 1 of 1000 seeds would fail
+            assert ks_2samp(mine, expected).pvalue > 1e-3 / B
         return
     assert_same(found, slow(case, problem, clip_norm), case.rtol)
 

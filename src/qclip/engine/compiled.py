@@ -259,7 +259,7 @@ class Compiled:
                     if draws and not self._trials.draws_alike(run, plan, evaluate, part, few):
                         return DIFFERENT
                     with as_a_step_runs(self.engine.device):
-                        compiled = machine_code(graph, self._trials.inputs(batch, counted), self._options(draws=draws))
+                        compiled = machine_code(graph, self._trials.inputs(batch, counted), self._options())
                     step = Step(lambda inputs: compiled(*inputs), plan)
                     del run  # and the activations it holds
                     step.draws = self._trials.trial(step.run, batch, counted).random
@@ -287,18 +287,14 @@ class Compiled:
             step.run = plain
             self.say(_in_words(error), what="not recorded as a CUDA graph")
 
-    def _options(self, *, draws: bool) -> dict[str, Any]:
-        """For torch's compiler; ``draws`` where the graph draws random numbers.
-
-        CUDA graphs are replayed here, where memory can be fixed.
-        """
+    def _options(self) -> dict[str, Any]:
+        """For torch's compiler. CUDA graphs are replayed here, where memory can be fixed."""
         tuned = "max-autotune-no-cudagraphs" if self._mode.startswith("max-autotune") else "default"
         # On a CPU channels-last images would be transposed for every grouped convolution, and back.
         on_cpu = self.engine.device.type == "cpu"
         options = {**torch._inductor.list_mode_options(tuned), "layout_optimization": not on_cpu}
         # Else sums are moved to the end of the graph, where they are used, and all that they need is held until then.
-        # But without it, torch 2.13 reads the mask of attention's dropout on a CPU before it is drawn.
-        options["reorder_for_locality"] = draws and on_cpu
+        options["reorder_for_locality"] = False
         # Else all layers' scaled gradients would be made by one kernel, and lie there at the same time.
         return options if on_cpu else {**options, "max_fusion_size": 8}
 

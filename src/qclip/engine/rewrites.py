@@ -6,12 +6,15 @@ Where ``forward`` and ``backward`` are given, the graph's first ``forward`` node
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from qclip.engine.sites import map_leaves
+
+aten = torch.ops.aten
 
 
 def use_recomputed(graph: Graph, forward: int, backward: int) -> None:
@@ -21,7 +24,7 @@ def use_recomputed(graph: Graph, forward: int, backward: int) -> None:
     """
     nodes = list(graph.nodes)
     for node in nodes:  # nothing is differentiated any more
-        if node.target is torch.ops.aten.detach.default:
+        if node.target is aten.detach.default:
             node.replace_all_uses_with(node.all_input_nodes[0])
     written = written_to(nodes)
     original: dict[Node, Node] = {}  # for a node of the backward pass, the one of the forward pass that it repeats
@@ -54,7 +57,7 @@ def free_layouts(graph: Graph) -> None:
     that one also holds on to the input, of which only the shape counts here.
     """
     for node in list(graph.nodes):
-        if node.target is not torch.ops.aten.convolution_backward.default:
+        if node.target is not aten.convolution_backward.default:
             continue
         grad, image, weight, _, stride, padding, dilation, transposed, _, groups, wanted = node.args
         taken = list(node.users)
@@ -67,12 +70,33 @@ def free_layouts(graph: Graph) -> None:
         ]
         with graph.inserting_before(node):
             args = (grad, weight, None, stride, padding, dilation, True, rest, groups)
-            found = graph.call_function(torch.ops.aten.convolution.default, args)
+            found = graph.call_function(aten.convolution.default, args)
         found.meta["val"] = taken[0].meta["val"] if taken else None
         for user in taken:
             user.replace_all_uses_with(found)
             graph.erase_node(user)
         graph.erase_node(node)
+
+
+def compare_uniform(graph: Graph) -> None:
+    """Draw a mask by comparing uniform numbers, instead of in place in memory that was never written to.
+
+    Torch's compiler may read such memory before it is drawn (2.13, on a CPU, where it keeps to the order of the graph).
+    The numbers are others, from the same generator.
+    """
+    for node in list(graph.find_nodes(op="call_function", target=aten.bernoulli_.float)):
+        memory: Any = node.args[0]
+        if memory.target is not aten.empty_like.default or len(memory.users) > 1 or "generator" in node.kwargs:
+            continue
+        chance = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
+        with graph.inserting_before(node):
+            drawn = graph.call_function(aten.rand_like.default, memory.args, {**memory.kwargs, "dtype": torch.float32})
+            below = graph.call_function(aten.lt.Scalar, (drawn, chance))
+            mask = graph.call_function(aten.to.dtype, (below, memory.meta["val"].dtype))
+        mask.meta["val"] = memory.meta["val"]
+        node.replace_all_uses_with(mask)
+        graph.erase_node(node)
+        graph.erase_node(memory)
 
 
 def clip_early(graph: Graph, forward: int, backward: int) -> None:
@@ -106,7 +130,7 @@ def _memory(nodes: Sequence[Node]) -> dict[Node, Node]:
     for node in nodes:
         inputs, schema = node.all_input_nodes, getattr(node.target, "_schema", None)
         returned = () if schema is None else schema.returns
-        view = node.target in (operator.getitem, torch.ops.aten._unsafe_view.default)  # the latter does not say so
+        view = node.target in (operator.getitem, aten._unsafe_view.default)  # the latter does not say so
         view = view or any(each.alias_info is not None for each in returned)
         where = node.kwargs.get("out") if isinstance(node.kwargs.get("out"), Node) else next(iter(inputs), None)
         found[node] = found[where] if view and where is not None else node
