@@ -15,7 +15,7 @@ from engine.compare import assert_same
 from qclip.engine import Engine, Refusal, clipped_gradients, oracle
 from qclip.engine import batch as batches
 from qclip.engine.layouts import Axis, Flat
-from qclip.engine.proof import perturbed
+from qclip.engine.proof import halves, perturbed
 
 MIXED = r"examples mix|cannot be attributed"
 
@@ -47,6 +47,20 @@ def leak(h, pair, detached):
     """The first of the pair gets a little of the second."""
     rows = h.detach() if detached else h
     return h.index_add(0, torch.tensor(pair[:1]), 0.1 * rows[[pair[1]]])
+
+
+@pytest.mark.parametrize(
+    ("B", "count"), [(2, 2), (3, 3), (4, 4), (6, 4), (7, 5), (10, 5), (11, 6), (32, 7), (126, 9), (127, 10), (256, 11)]
+)
+def test_of_any_two_examples_some_half_has_the_one_and_not_the_other(B, count):
+    found = torch.stack(halves(B, torch.zeros(B, dtype=torch.float64)))
+    assert found.shape == (count, B)
+    assert found.dtype == torch.float64
+    assert set(found.unique().tolist()) == {0, 1}
+    assert (found.sum(1) > 0).all()
+    assert (found.sum(1) < B).all()
+    only_one = found.T @ (1 - found)
+    assert (only_one + torch.eye(B) > 0).all()
 
 
 @pytest.mark.parametrize("detached", [False, True], ids=["by gradient", "by value"])

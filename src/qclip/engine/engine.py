@@ -26,7 +26,7 @@ from qclip.engine.parts import (
     require_totals,
 )
 from qclip.engine.plan import Plan, signature
-from qclip.engine.proof import PROOFS, NotSpreading, Trial, perturbed, prove
+from qclip.engine.proof import PROOFS, NotSpreading, Repetition, perturbed, prove
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 from qclip.engine.repeatable import repeatably
@@ -330,7 +330,7 @@ class Engine:
             *,
             keep_values: bool = False,
             observe: Callable[[int, Tensor], None] | None = None,
-        ) -> Trial:
+        ) -> Repetition:
             with run.random_state.replayed():
                 start = RandomState.now(self.device)
                 try:
@@ -344,7 +344,7 @@ class Engine:
                         "another order, and in a smaller batch"
                     ) from error
                 checks.require_losses(again.losses, count)
-                return Trial(again.capture, again.losses, not start.unmoved())
+                return Repetition(again.capture, again.losses, not start.unmoved())
 
         def proven() -> Plan:
             plan = prove(run.capture, unseen, reached, batch, run.count, rerun, lambda: in_evaluation(self.model))

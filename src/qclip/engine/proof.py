@@ -4,14 +4,15 @@ At the first batch of each kind (and a few later ones) the evaluation is run aga
 layer that starts at zero would hide everything behind it, by repeatable kernels, and four things are tested:
 
 - *ownership*: with some examples' losses left out, the gradient at every site must be exactly zero in the rows
-  attributed to them. Those left out are the examples with a given bit in their index, and those without: log2(B) rounds
-  tell any two apart;
+  attributed to them. A few rounds tell any two apart (`halves`): 4 for 6 examples, 7 for 32, 11 for 256;
 - *separation*: with those examples replaced by others, the rest must keep their losses, their values at every site and
   their gradients there;
 - *size*: in a batch of another size the examples must give the same values and gradients;
 - *replay*: a site without a rule, run again example by example, must give the output it gave.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ PROOFS: Final = frozenset({0, 1, *(16**k - 1 for k in range(1, 12))})
 
 
 @dataclass(eq=False)
-class Trial:
+class Repetition:
     """One more run of the evaluation, as a proof sees it."""
 
     capture: Capture
@@ -59,7 +60,7 @@ class Rerun(Protocol):
         *,
         keep_values: bool = ...,
         observe: Callable[[int, Tensor], None] | None = ...,
-    ) -> Trial:
+    ) -> Repetition:
         """``observe`` is shown every site's output on the way."""
         ...
 
@@ -159,7 +160,7 @@ def _healthy(rerun: Rerun, batch: Any, batch_size: int) -> tuple[Any, bool]:
     return batch if bool(good.all()) else only(good), True
 
 
-def _owners(trial: Trial, batch_size: int) -> tuple[list[list[Layout]], list[bool]]:
+def _owners(trial: Repetition, batch_size: int) -> tuple[list[list[Layout]], list[bool]]:
     """For each site the layouts that pass the proof, and whether it showed any gradient."""
     layouts = [list(candidates(site.outputs[0].shape, batch_size)) for site in trial.capture.sites]
     shown = [False] * len(layouts)
@@ -190,12 +191,18 @@ def perturbed(parameters: Any) -> Iterator[None]:
 
 
 def halves(batch_size: int, losses: Tensor) -> list[Tensor]:
-    """Halves of the batch as loss weights, such that for any two examples some half has the one and not the other."""
+    """Halves of the batch as loss weights, such that for any two examples some half has the one and not the other.
+
+    Each example is in another choice of half of the halves: no choice contains another, and no fewer halves would do.
+    """
     if batch_size == 1:
         return [torch.ones_like(losses).detach()]
-    index = torch.arange(batch_size, device=losses.device)
-    bits = [(index >> k) & 1 for k in range((batch_size - 1).bit_length())]
-    return [half.to(losses.dtype) for bit in bits for half in (bit, 1 - bit)]
+    count = next(k for k in itertools.count(2) if math.comb(k, k // 2) >= batch_size)
+    choices = itertools.islice(itertools.combinations(range(count), count // 2), batch_size)
+    weights = torch.zeros(count, batch_size, dtype=losses.dtype)
+    for example, choice in enumerate(choices):
+        weights[list(choice), example] = 1
+    return list(weights.to(losses.device))
 
 
 def _owns(layout: Layout, grads: Sequence[Tensor | None], half: Tensor, batch_size: int) -> bool:
