@@ -22,7 +22,7 @@ from qclip import _validate as check
 
 Accountant = Literal["pld", "rdp"]
 _ACCOUNTANTS: dict[str, Any] = {"pld": pld.PLDAccountant, "rdp": rdp.RdpAccountant}
-INTERVAL: Final = 1e-4
+_INTERVAL: Final = 1e-4
 """How far apart the privacy losses are that a distribution is kept at; what lies between is rounded up."""
 _CLOSE: Final = 1.0005
 """How close to the least noise a search ends, as a factor."""
@@ -55,7 +55,7 @@ def epsilon(
         return 0.0
     if z == 0:
         return math.inf
-    return float(_composed(z, rate, steps, accountant, INTERVAL).get_epsilon(delta))
+    return float(_composed(z, rate, steps, accountant, _INTERVAL).get_epsilon(delta))
 
 
 def delta(
@@ -81,7 +81,7 @@ def delta(
         return 0.0
     if z == 0:
         return 1.0
-    return float(_composed(z, rate, steps, accountant, INTERVAL).get_delta(target))
+    return float(_composed(z, rate, steps, accountant, _INTERVAL).get_delta(target))
 
 
 def steps(
@@ -140,15 +140,17 @@ def noise_multiplier(
 
 @cache  # it takes a second or more, and runs are planned again when they are resumed or compared
 def _calibrated(target: float, delta: float, rate: float, steps: int, accountant: Accountant) -> float:
-    def spent(z: float, interval: float = INTERVAL) -> float:
+    @cache
+    def spent(z: float, interval: float = _INTERVAL) -> float:
         return float(_composed(z, rate, steps, accountant, interval).get_epsilon(delta))
 
     def roughly(z: float) -> float:
-        return spent(z, 10 * INTERVAL)
+        return spent(z, 10 * _INTERVAL) if accountant == "pld" else spent(z)
 
     # A coarse grid is asked in a tenth of the time and says a little too much: how much, the fine one says.
     guess = _least(roughly, target, _central_limit_guess(target, delta, rate, steps), 1.1, close=1.01)
-    guess = _least(roughly, target * roughly(guess) / spent(guess), guess, 1.01, close=1.0001)
+    excess = roughly(guess) / spent(guess) if spent(guess) else 1.0
+    guess = _least(roughly, target * excess, guess, 1.01, close=1.0001)
     return _least(spent, target, guess, _CLOSE)
 
 
@@ -194,7 +196,7 @@ def spending(z: float, sample_rate: float, delta: float, accountant: Accountant 
         if z == 0:
             return math.inf
         if accountant == "rdp":
-            return float(_composed(z, sample_rate, steps, accountant, INTERVAL).get_epsilon(delta))
+            return float(_composed(z, sample_rate, steps, accountant, _INTERVAL).get_epsilon(delta))
         # Most of a query's time is the first step, which is the same for all.
         exact = _one_step(z, sample_rate).self_compose(steps).get_epsilon_for_delta(delta)
         return float(exact) * (1 + 1e-9)  # composed in another order than the accountant's
@@ -334,7 +336,7 @@ def _composed(
 @lru_cache(maxsize=4)
 def _one_step(z: float, sample_rate: float) -> pld.privacy_loss_distribution.PrivacyLossDistribution:
     return pld.privacy_loss_distribution.from_gaussian_mechanism(
-        z, sampling_prob=sample_rate, value_discretization_interval=INTERVAL
+        z, sampling_prob=sample_rate, value_discretization_interval=_INTERVAL
     )
 
 

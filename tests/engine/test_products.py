@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qclip.engine import clipping, forms, products
+from qclip.engine.convolutions import Geometry, Windows
 from qclip.engine.forms import Dense, Outer, Rows, joint_squared_norms
 from qclip.engine.groups import Groups
 from qclip.engine.parts import Part
@@ -348,3 +349,16 @@ def test_norms_of_groups_of_any_number_of_parameters(count, dtype):
     together = clipping.group_norms(parts, bundles, groups, parameters, keep)
     assert len(bundles) == (count > 1)
     torch.testing.assert_close(together.by_group, found.by_group)
+
+
+def test_rounded_gradients_of_a_convolution_are_within_its_gram_norms():
+    """On a GPU they are what is added up, at a factor of 1, too."""
+    geometry = Geometry((1, 1), (1, 1), (1, 1), 1)
+    form = Windows(bf16(12, 2, 5, 5), bf16(12, 3, 5, 5, seed=1), 12, torch.Size([3, 2, 3, 3]), geometry)
+    squares, rounded = form.gram_norms(), form.outer().kept()
+    assert rounded.grads.dtype == torch.bfloat16
+    assert squares.is_exact
+    truth = torch.linalg.vector_norm(form.outer().dense().double().flatten(1), dim=1)
+    lengths = torch.linalg.vector_norm(rounded.grads.double().flatten(1), dim=1)
+    assert (lengths > truth * (1 + 1e-4)).any()  # else there would be nothing to see
+    assert (lengths <= squares.norms.sqrt() * SLACK).all()

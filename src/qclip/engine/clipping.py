@@ -81,7 +81,7 @@ def group_norms(
     zero = torch.zeros(len(keep), dtype=dtype, device=keep.device)
     raw = [_total([square.norms for square in each], zero).sqrt() for each in squares]
     scaled = [
-        norm if all(square.scaled is square.norms for square in each) else _total([x.scaled for x in each], zero).sqrt()
+        norm if all(square.is_exact for square in each) else _total([square.scaled for square in each], zero).sqrt()
         for norm, each in zip(raw, squares, strict=True)
     ]
     norms = torch.stack(raw, 1)

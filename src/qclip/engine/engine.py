@@ -85,18 +85,25 @@ class Engine:
 
     @torch.enable_grad()
     def clipped(
-        self, evaluate: Evaluate, batch: Any, clip_norm: Choice, *, mask: Tensor | None = None
+        self,
+        evaluate: Evaluate,
+        batch: Any,
+        clip_norm: Choice,
+        *,
+        mask: Tensor | None = None,
+        like: int | None = None,
     ) -> ClippedGradients:
         """The clipped sum for a batch, where ``evaluate(batch)`` runs the model and returns one loss per example.
 
-        A function as ``clip_norm`` is given the norms of the examples that count, [examples, K], and chooses then.
+        A function as ``clip_norm`` is given the norms of the examples that count, [examples, K], and chooses then. To
+        compare with a compiled step of more examples, norms are taken as it takes them of all that are ``like`` these.
         """
         choice = self._choice(clip_norm)
         count = batches.size(batch, mask)
         if count == 0:
             return self._nothing(choice)
         run = self.record(evaluate, batch, count)
-        return self._finish(run, evaluate, batch, choice, mask)
+        return self._finish(run, evaluate, batch, choice, mask, like=like)
 
     def watch(self, batch_size: Callable[[], int | None]) -> Watch:
         """From now on, capture every forward pass of the model that is called with gradients enabled.
@@ -252,14 +259,15 @@ class Engine:
         mask: Tensor | None,
         *,
         kind: Any = None,
+        like: int | None = None,
     ) -> ClippedGradients:
         """From the captured forward pass and its losses to the clipped sum."""
         checks.require_losses(run.losses, run.count)
         keep = batches.full_mask(run.count, mask, run.losses.device)
         run, _, parts = self.parts(run, keep, evaluate, batch, kind=kind)
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            prepare(parts, self.costs)
-            return self.clip(parts, run.losses, keep, choice)
+            prepare(parts, self.costs, None if like is None else self.groups.stretches(), like=like)
+            return self._clip(parts, run.losses, keep, choice)
 
     @torch.enable_grad()
     def parts(
@@ -397,8 +405,7 @@ class Engine:
         """What was given; refused before anything is computed where it is no threshold."""
         return clip_norm if callable(clip_norm) else self.groups.thresholds(clip_norm)
 
-    def clip(self, parts: Parts, losses: Tensor, keep: Tensor, choice: Choice) -> ClippedGradients:
-        """The clipped sum of what the sites contribute."""
+    def _clip(self, parts: Parts, losses: Tensor, keep: Tensor, choice: Choice) -> ClippedGradients:
         bundles = clipping.bundled(parts, self.groups)
         norms = clipping.group_norms(parts, bundles, self.groups, self.parameters, keep)
         thresholds = self.groups.thresholds(choice(norms.by_group[keep]) if callable(choice) else choice)

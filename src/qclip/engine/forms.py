@@ -73,11 +73,16 @@ class Squares(NamedTuple):
         """Where factors round nothing."""
         return Squares(squares, squares)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether factors round nothing."""
+        return self.scaled is self.norms
+
     @staticmethod
     def cat(found: "Sequence[Squares]") -> "Squares":
         """Of all their examples."""
         norms = torch.cat([each.norms for each in found])
-        if all(each.scaled is each.norms for each in found):
+        if all(each.is_exact for each in found):
             return Squares.exact(norms)
         return Squares(norms, torch.cat([each.scaled for each in found]))
 
@@ -272,9 +277,9 @@ class Outer(Products):
         rough = doubt(left)
         return self._bounds(squares, sizes, rough if rough > ROUNDINGS * rounding(sizes) else 0.0)
 
-    def _bounds(self, squares: Tensor, sizes: Tensor, doubt: float) -> Squares:
+    def _bounds(self, squares: Tensor, sizes: Tensor, rough: float) -> Squares:
         """With room for summands of these sizes that are off by this much, and by more when they are scaled."""
-        norms = from_above(squares, sizes, doubt) if doubt else squares
+        norms = from_above(squares, sizes, rough) if rough else squares
         return Squares(norms, from_above(norms, sizes, self.rounding)) if self.rounding else Squares.exact(norms)
 
     def outer(self) -> "Outer":

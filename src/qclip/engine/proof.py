@@ -198,11 +198,9 @@ def halves(batch_size: int, losses: Tensor) -> list[Tensor]:
     if batch_size == 1:
         return [torch.ones_like(losses).detach()]
     count = next(k for k in itertools.count(2) if math.comb(k, k // 2) >= batch_size)
-    choices = itertools.islice(itertools.combinations(range(count), count // 2), batch_size)
-    weights = torch.zeros(count, batch_size, dtype=losses.dtype)
-    for example, choice in enumerate(choices):
-        weights[list(choice), example] = 1
-    return list(weights.to(losses.device))
+    choices = list(itertools.islice(itertools.combinations(range(count), count // 2), batch_size))
+    weights = torch.zeros(batch_size, count, dtype=losses.dtype).scatter_(1, torch.tensor(choices), 1)
+    return list(weights.to(losses.device).T)
 
 
 def _owns(layout: Layout, grads: Sequence[Tensor | None], half: Tensor, batch_size: int) -> bool:

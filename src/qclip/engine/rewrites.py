@@ -1,4 +1,5 @@
-"""Rewrites of a step's graph: nothing that it computes changes, only when, from which copy and in which layout.
+"""Rewrites of a step's graph: nothing that it computes changes, only when, from which copy, in which layout and, where
+it draws them, by which random numbers.
 
 Where ``forward`` and ``backward`` are given, the graph's first ``forward`` nodes are the forward pass, and those up to
 ``backward`` the backward pass.

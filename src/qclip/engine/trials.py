@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from qclip.engine import batch as batches
-from qclip.engine import checks, clipping, tf32
+from qclip.engine import clipping, tf32
 from qclip.engine.checks import Evaluate
 from qclip.engine.engine import Engine, Run
-from qclip.engine.graph import Function, as_a_step_runs, inputs_of, model_tensors, outputs_of, trace
-from qclip.engine.parts import prepare
+from qclip.engine.graph import Function, inputs_of, model_tensors, outputs_of, trace
 from qclip.engine.plan import Plan
 from qclip.engine.proof import halves, replacement
 from qclip.engine.randomness import RandomState
@@ -92,18 +91,9 @@ class Trials:
                     raise Refusal("examples mix: replacing some of them changed the losses or gradient norms of others")
 
     def _eager(self, evaluate: Evaluate, batch: Any, mask: Tensor, *, like: int) -> ClippedGradients:
-        """What the eager driver gives, by the norms that a compiled step takes of as many examples ``like`` these.
-
-        Other norms allow for other rounding, and so clip a little more or less.
-        """
-        engine = self._engine
+        """By the norms that a compiled step takes: others allow for other rounding, and clip a little more or less."""
         with RandomState.now(self._device).replayed():
-            run = engine.record(evaluate, batch, len(mask))
-            checks.require_losses(run.losses, len(mask))
-            run, _, parts = engine.parts(run, mask, evaluate, batch)
-        with as_a_step_runs(self._device):
-            prepare(parts, engine.costs, engine.groups.stretches(), like=like)
-            return engine.clip(parts, run.losses, mask, self._ones)
+            return self._engine.clipped(evaluate, batch, self._ones, mask=mask, like=like)
 
     def _same(self, sums: Sequence[Tensor], norms: Tensor, theirs: ClippedGradients) -> bool:
         """Whether these are the sums and the norms [B, K] of the eager driver.
