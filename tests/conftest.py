@@ -1,14 +1,36 @@
-"""One hypothesis profile for every test: the same examples each time, no time limits. One thread: tensors are small."""
+"""What all tests share: one hypothesis profile, one thread, seeds that can be changed, margins that can be shown."""
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import core, settings
 
+import margins
 from qclip import mechanism
 
-torch.set_num_threads(1)
-settings.register_profile("qclip", derandomize=True, deadline=None, max_examples=60, print_blob=True)
-settings.load_profile("qclip")
+
+def pytest_addoption(parser):
+    margins.add_option(parser)
+    parser.addoption(
+        "--seeds",
+        type=int,
+        default=0,
+        metavar="SET",
+        help="another set of seeds, 1, 2, ...: for numeric suites, whose tests must pass with any",
+    )
+    parser.addoption("--threads", type=int, default=1, help="threads of torch")
+
+
+def pytest_configure(config):
+    """The same examples each time, without time limits; ``--seeds`` moves all seeds."""
+    seeds = config.getoption("--seeds")
+    settings.register_profile("qclip", derandomize=not seeds, deadline=None, max_examples=60, print_blob=True)
+    settings.load_profile("qclip")
+    torch.set_num_threads(config.getoption("--threads"))
+    if seeds:
+        core.global_force_seed = seeds
+        given = torch.manual_seed
+        torch.manual_seed = lambda seed: given(seed + 1_000_003 * seeds)
+    margins.watch(config)
 
 
 class Recorder:

@@ -1,7 +1,8 @@
 """The compiled driver equals the oracle on every row, or says that it runs eager and is right all the same.
 
 Tracing, proofs on a few examples, padding and repair are what can go wrong here, and torch's compiler is not: most
-tests run the traced graph as it is. A few rows go through the compiler too, and all models when slow tests are run.
+tests run the traced graph as it is, on every fourth row, and on all rows where slow tests are run. Two rows go through
+the compiler too; some more, and all models, where slow tests are run.
 """
 
 import gc
@@ -99,7 +100,19 @@ def shown(found, finite):
     return replace(found, norms=norms, group_norms=by_group, mask=finite)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def sharded(rows, shards=4):
+    """Every few rows, and the others where slow tests are run; always those that run eager, but for models."""
+    return [
+        pytest.param(
+            case,
+            id=case.id,
+            marks=() if i % shards == 0 or (case.id in EAGER and case not in MODELS) else pytest.mark.slow,
+        )
+        for i, case in enumerate(rows)
+    ]
+
+
+@pytest.mark.parametrize("case", sharded(CASES))
 def test_equals_the_oracle(case, traced):
     """One graph serves the batch whole, masked, with examples that are not finite, and in part."""
     problem = case.build(B)
@@ -164,7 +177,10 @@ COMPILED = [
 rows = {case.id: case for case in CASES}
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("linear-3d", "conv-2d") else pytest.mark.slow) for name in COMPILED],
+)
 def test_compiled(name):
     case = rows[name]
     problem = case.build(B)
@@ -175,6 +191,7 @@ def test_compiled(name):
     assert_same(shown(found, finite), slow(case, problem, clip_norm, mask=finite), case.rtol)
 
 
+@pytest.mark.slow
 def test_compiled_in_autocast():
     case = rows["linear-two-layers"]
     problem = case.build(B)

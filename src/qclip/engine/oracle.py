@@ -1,6 +1,7 @@
 """The oracle: one example at a time, by nothing but autograd. Slow, obvious, and what every fast path must equal."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,35 +52,69 @@ def clipped(
     shared_forward: bool = False,
 ) -> ClippedGradients:
     """The same for a function from a batch to its losses."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    parts = partition(parameters, groups)
-    thresholds = parts.thresholds(clip_norm)
+    keep = batches.full_mask(batches.size(batch, mask), mask, _device(model))
+    examples = per_example(model, evaluate, batch, mask=keep, shared_forward=shared_forward)
+    return clip(model, examples, clip_norm, groups=groups, mask=keep)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One example's loss and its gradient by name of parameter; nothing where the example is masked."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+def per_example(
+    model: nn.Module,
+    evaluate: Callable[[Any], Tensor],
+    batch: Any,
+    *,
+    mask: Tensor | None = None,
+    shared_forward: bool = False,
+) -> Iterator[Example]:
+    """The raw gradients of the examples, one after the other."""
+    parameters = _trainable(model)
     count = batches.size(batch, mask)
-    device = next(iter(parameters.values())).device
-    keep = batches.full_mask(count, mask, device)
-    sums = {name: torch.zeros_like(p, dtype=accumulator(p)) for name, p in parameters.items()}
-    group_norms = torch.zeros(count, len(parts), dtype=torch.float64, device=device)
-    losses = []
     with torch.enable_grad():
         together = evaluate(batch) if shared_forward and count else None
         for i in range(count):
             alone = together if together is not None else evaluate(batches.select(batch, slice(i, i + 1), count))
-            single = alone[i if together is not None else 0]
-            losses.append(single.detach())
-            if not keep[i]:
-                continue
-            grads = _gradients(single, list(parameters.values()))
-            squares = torch.zeros(len(parts), dtype=torch.float64, device=device)
-            for name, grad in zip(parameters, grads, strict=True):
-                squares[parts.members[name]] += grad.double().square().sum()
-            group_norms[i] = squares.sqrt() if squares.sum().isfinite() else torch.inf
-            if not squares.sum().isfinite():
-                continue
-            for name, grad in zip(parameters, grads, strict=True):
-                k = parts.members[name]
-                sums[name] += grad.to(sums[name].dtype) * min(
-                    1.0, thresholds[k] / max(float(group_norms[i, k]), 1e-300)
-                )
+            loss = alone[i if together is not None else 0]
+            counts = mask is None or bool(mask[i])
+            gradients = _gradients(loss, list(parameters.values())) if counts else []
+            yield Example(loss.detach(), dict(zip(parameters, gradients, strict=False)))
+
+
+def clip(
+    model: nn.Module,
+    examples: Iterable[Example],
+    clip_norm: ClipNorm,
+    *,
+    groups: GroupSpec = "flat",
+    mask: Tensor | None = None,
+) -> ClippedGradients:
+    """The sum of these gradients, each clipped; examples where ``mask`` is false add nothing."""
+    parameters, device = _trainable(model), _device(model)
+    parts = partition(parameters, groups)
+    thresholds = parts.thresholds(clip_norm)
+    sums = {name: torch.zeros_like(p, dtype=accumulator(p)) for name, p in parameters.items()}
+    norms, losses = [], []
+    for i, example in enumerate(examples):
+        losses.append(example.loss)
+        squares = torch.zeros(len(parts), dtype=torch.float64, device=device)
+        norms.append(squares)
+        if mask is not None and not mask[i]:
+            continue
+        for name, gradient in example.gradients.items():
+            squares[parts.members[name]] += gradient.double().square().sum()
+        if not squares.sum().isfinite():
+            squares.fill_(torch.inf)
+            continue
+        factors = [min(1.0, c / max(float(norm), 1e-300)) for c, norm in zip(thresholds, squares.sqrt(), strict=True)]
+        for name, gradient in example.gradients.items():
+            sums[name] += gradient.to(sums[name].dtype) * factors[parts.members[name]]
+    group_norms = torch.stack(norms).sqrt() if norms else torch.zeros(0, len(parts), device=device)
     dtype = max((total.dtype for total in sums.values()), key=lambda dtype: dtype.itemsize)
     return ClippedGradients(
         sums=sums,
@@ -87,8 +122,16 @@ def clipped(
         group_norms=group_norms.to(dtype),
         clip_norms=thresholds,
         losses=torch.stack(losses) if losses else torch.zeros(0, device=device),
-        mask=keep,
+        mask=batches.full_mask(len(losses), mask, device),
     )
+
+
+def _trainable(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(iter(_trainable(model).values())).device
 
 
 def _gradients(loss: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
