@@ -5,6 +5,7 @@ have the same parameters, thresholds and noise at every step. Every raw value of
 declared bound, and all of a step's together with the one Gaussian release that epsilon is computed for.
 """
 
+import itertools
 import math
 from unittest import mock
 
@@ -20,6 +21,7 @@ from qclip.engine import clipping
 from qclip.private import make_private
 from qclip.sampling import PoissonSampler
 from qclip.thresholds import Constant, GeometricQuantile, HistogramQuantile, PrivateQuantile, SlackQuantile
+from shards import every
 
 THRESHOLDS = {
     "constant": Constant(0.05),
@@ -114,13 +116,20 @@ def compare(monkeypatch, make_recorder, run, gone):
         yield example, costs
 
 
-@pytest.mark.parametrize(("physical_batch_size", "door"), [(None, fused), (40, fused), (40, ordinary), (40, compiled)])
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("threshold", THRESHOLDS.values(), ids=THRESHOLDS)
-def test_removing_an_example_moves_a_step_by_what_is_accounted_for(
-    monkeypatch, make_recorder, physical_batch_size, door, groups, threshold
-):
-    run_it = lambda: run(threshold, groups, physical_batch_size, door)  # noqa: E731
+DOORS = {"whole": (None, fused), "fused": (40, fused), "ordinary": (40, ordinary), "compiled": (40, compiled)}
+
+
+TURNS = [
+    (*pair, door)
+    for i, pair in enumerate(itertools.product(THRESHOLDS, GROUPS))
+    for door in (list(DOORS) * 2)[i % 4 : i % 4 + 4]
+]
+"""Every threshold with every grouping, by one door after the other, and then by the other three."""
+
+
+@pytest.mark.parametrize(("threshold", "groups", "door"), every(len(DOORS), TURNS, name=" ".join))
+def test_removing_an_example_moves_a_step_by_what_is_accounted_for(monkeypatch, make_recorder, threshold, groups, door):
+    run_it = lambda: run(THRESHOLDS[threshold], groups, *DOORS[door])  # noqa: E731
     for example, costs in compare(monkeypatch, make_recorder, run_it, gone=[0, 1, 3, 40]):
         # Gradient and counts together are one Gaussian release at z: the squared shift in units of noise is at most
         # 1/z^2.

@@ -10,6 +10,7 @@ import math
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from qclip.engine.compiled import PROVEN, Compiled
 from qclip.engine.engine import call
 from qclip.engine.refusal import Refusal
 from qclip.engine.rewrites import clip_early
+from shards import every
 
 pytestmark = quiet
 
@@ -100,19 +102,10 @@ def shown(found, finite):
     return replace(found, norms=norms, group_norms=by_group, mask=finite)
 
 
-def sharded(rows, shards=4):
-    """Every few rows, and the others where slow tests are run; always those that run eager, but for models."""
-    return [
-        pytest.param(
-            case,
-            id=case.id,
-            marks=() if i % shards == 0 or (case.id in EAGER and case not in MODELS) else pytest.mark.slow,
-        )
-        for i, case in enumerate(rows)
-    ]
-
-
-@pytest.mark.parametrize("case", sharded(CASES))
+@pytest.mark.parametrize(
+    "case",
+    every(4, CASES, name=attrgetter("id"), always=lambda case: case.id in EAGER and case not in MODELS),
+)
 def test_equals_the_oracle(case, traced):
     """One graph serves the batch whole, masked, with examples that are not finite, and in part."""
     problem = case.build(B)
@@ -141,7 +134,7 @@ def test_equals_the_oracle(case, traced):
 
 
 @pytest.mark.parametrize("grouping", ["per-layer", "patterns"])
-@pytest.mark.parametrize("case", (OPERATIONS + LAYERS)[::9] + PARAMETERS[::8], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", every(3, (OPERATIONS + LAYERS)[::9] + PARAMETERS[::8], name=attrgetter("id")))
 def test_groups(case, grouping, traced):
     problem = case.build(B)
     groups = patterns(problem) if grouping == "patterns" else grouping
@@ -154,8 +147,7 @@ def test_groups(case, grouping, traced):
 @pytest.mark.parametrize("count", [1, T])
 @pytest.mark.parametrize(
     "case",
-    [case for case in (STRUCTURE + WIRING)[::5] + LAYERS[::9] if case.id not in EAGER],
-    ids=lambda case: case.id,
+    every(3, [case for case in (STRUCTURE + WIRING)[::5] + LAYERS[::9] if case.id not in EAGER], name=attrgetter("id")),
 )
 def test_few_examples(case, count, traced):
     """Fewer than a kind is proven on: one alone, and as many as there are positions."""

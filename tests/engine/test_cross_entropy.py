@@ -3,6 +3,8 @@
 The rewrite is for GPUs; here it runs on graphs that the driver traces on a CPU, where the operators run their twins.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from engine.compare import assert_same
 from engine.driven import Pair
 from qclip.engine import capture, rewrites
 from qclip.engine.cross_entropy import one_pass_cross_entropy
+from shards import every
 
 B, T, D, V = 7, 5, 6, 11
 IGNORED = -100
@@ -93,10 +96,12 @@ def check(pair, graphs, x, y, rtol=2e-5, **options):
     return found
 
 
-@pytest.mark.parametrize("loss", [cross_entropy, converted], ids=["as it is", "converted"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("positions", [(), (T,), (2, 3)], ids=str)
-@pytest.mark.parametrize("wide", [False, True], ids=["plain", "widened"])
+SETTINGS = itertools.product(
+    [False, True], [(), (T,), (2, 3)], [torch.float32, torch.bfloat16], [cross_entropy, converted]
+)
+
+
+@pytest.mark.parametrize(("wide", "positions", "dtype", "loss"), every(5, SETTINGS))
 def test_the_two_operators_take_the_place_of_cross_entropy(wide, positions, dtype, loss, rewritten, monkeypatch):
     if wide:
         widen(monkeypatch)

@@ -637,6 +637,7 @@ class Doors:
 doors = pytest.mark.parametrize("door", ["function", "watched"])
 
 
+@pytest.mark.slow
 @doors
 def test_memory_is_flat(door):
     """Objects and tensors alive after 1000 steps are those after 100."""

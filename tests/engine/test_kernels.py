@@ -648,6 +648,7 @@ def test_operators_behind_rewrites_and_rules_are_one_node():
     assert traced_names(layer_norm.sums_in_parts, grads, inputs, means, scales) == ["qclip::layer_norm_sums"]
 
 
+@pytest.mark.slow
 def test_the_twins_remain_without_triton():
     code = """
         import sys

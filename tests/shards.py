@@ -1,0 +1,24 @@
+"""Products of rows and settings of which `make test` runs a part, and `make test-slow` the rest."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def every(
+    n: int,
+    rows: Iterable[Any],
+    *,
+    name: Callable[[Any], str] = str,
+    always: Callable[[Any], bool] = lambda row: False,
+) -> list:
+    """Every n-th row, and those to be run ``always``; the others are slow. A tuple is several arguments."""
+    return [
+        pytest.param(
+            *(row if isinstance(row, tuple) else (row,)),
+            id=name(row),
+            marks=() if i % n == 0 or always(row) else pytest.mark.slow,
+        )
+        for i, row in enumerate(rows)
+    ]
