@@ -17,13 +17,15 @@ def pytest_addoption(parser):
         metavar="SET",
         help="another set of seeds, 1, 2, ...: for numeric suites, whose tests must pass with any",
     )
+    parser.addoption("--thorough", action="store_true", help="ten times as many examples of hypothesis")
     parser.addoption("--threads", type=int, default=1, help="threads of torch")
 
 
 def pytest_configure(config):
     """The same examples each time, without time limits; ``--seeds`` moves all seeds."""
     seeds = config.getoption("--seeds")
-    settings.register_profile("qclip", derandomize=not seeds, deadline=None, max_examples=60, print_blob=True)
+    examples = 200 if config.getoption("--thorough") else 20
+    settings.register_profile("qclip", derandomize=not seeds, deadline=None, max_examples=examples, print_blob=True)
     settings.load_profile("qclip")
     torch.set_num_threads(config.getoption("--threads"))
     if seeds:

@@ -182,23 +182,28 @@ def assert_same(found: ClippedGradients, expected: ClippedGradients, rtol: float
     assert list(found.sums) == list(expected.sums), "the sums have other names or another order"
     assert torch.equal(found.mask, expected.mask), "the masks differ"
     assert found.l2_bound == pytest.approx(expected.l2_bound, rel=1e-12)
-    shown, wanted, allowed = values(found), values(expected), tolerances(expected, rtol)
     try:
-        for name, value in wanted.items():
-            assert_close(shown[name], value, name, **allowed[name])
+        assert_near(found, expected, rtol)
     except AssertionError as too_far:
-        assert_known(shown, expected, too_far)
+        assert_known(found, expected, too_far)
 
 
-def assert_known(shown: dict[str, Tensor], expected: ClippedGradients, too_far: AssertionError) -> None:
-    """As near to the float64 oracle as float32 can be."""
+def assert_near(found: ClippedGradients, expected: ClippedGradients, rtol: float) -> None:
+    """Equal within rounding of the usual size."""
+    shown, allowed = values(found), tolerances(expected, rtol)
+    for name, value in values(expected).items():
+        assert_close(shown[name], value, name, **allowed[name])
+
+
+def assert_known(found: ClippedGradients, expected: ClippedGradients, too_far: AssertionError) -> None:
+    """As near to the float64 oracle as float32 can be; ``too_far`` where that cannot be told."""
     if not isinstance(expected, Expected) or expected.known is None or torch.is_autocast_enabled("cpu"):
         raise too_far
     try:
         known = expected.known()
     except (RuntimeError, TypeError, ValueError):  # the problem itself asks for float32
         raise too_far from None
-    exact = values(known.exact)
+    shown, exact = values(found), values(known.exact)
     for name, value in exact.items():
         error = known.errors[name]
         if name.startswith("the sum"):
