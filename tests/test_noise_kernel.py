@@ -168,6 +168,7 @@ def test_release_asks_the_kernel_where_it_is_usable(monkeypatch):
     assert noisy["c"].abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_the_fast_logarithm_compiles_for_a_gpu(tmp_path, monkeypatch):
     """Triton's interpreter cannot run it."""
     pytest.importorskip("triton")

@@ -21,7 +21,7 @@ def training(*, size=300, **changes):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"batch_size": 100, "steps": 5, "noise_multiplier": 0.5, "delta": 1e-4, "seed": 0} | changes
+    settings = {"batch_size": 100, "steps": 5, "noise_multiplier": 1.0, "delta": 1e-4, "seed": 0} | changes
     return qclip.make_private(model, optimizer, data, loss=nn.CrossEntropyLoss(), **settings)
 
 
@@ -34,8 +34,8 @@ def finish(run):
 @pytest.mark.parametrize("threshold", [qclip.PrivateQuantile(0.5), qclip.HistogramQuantile(0.5)])
 def test_adaptive_thresholds_count_every_physical_batch(threshold):
     """Elsewhere: only the last of a logical batch's chunks was counted, and the threshold ran to a multiple."""
-    whole = finish(training(threshold=threshold, steps=40, noise_multiplier=0.1))
-    cut = finish(training(threshold=threshold, steps=40, noise_multiplier=0.1, physical_batch_size=9))
+    whole = finish(training(threshold=threshold, steps=20, noise_multiplier=0))
+    cut = finish(training(threshold=threshold, steps=20, noise_multiplier=0, physical_batch_size=9))
     assert np.array([r.tau for r in cut.history]) == pytest.approx(np.array([r.tau for r in whole.history]), rel=1e-4)
 
 
@@ -107,7 +107,7 @@ def test_a_scheduled_threshold_moves_the_clip_and_the_noise_together(recorder):
     finish(training(threshold=qclip.Constant(schedule)))
     taus = [schedule(step) for step in range(5)]
     assert [value.group_bounds[0] for value in recorder.values] == taus
-    assert [stds[0] for stds in recorder.stds] == pytest.approx([0.5 * tau for tau in taus])
+    assert [stds[0] for stds in recorder.stds] == pytest.approx(taus)
 
 
 def test_one_number_makes_it_adaptive():

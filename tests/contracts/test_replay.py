@@ -127,7 +127,7 @@ TURNS = [
 """Every threshold with every grouping, by one door after the other, and then by the other three."""
 
 
-@pytest.mark.parametrize(("threshold", "groups", "door"), every(len(DOORS), TURNS, name=" ".join))
+@pytest.mark.parametrize(("threshold", "groups", "door"), every(len(DOORS), TURNS, name="-".join))
 def test_removing_an_example_moves_a_step_by_what_is_accounted_for(monkeypatch, make_recorder, threshold, groups, door):
     run_it = lambda: run(THRESHOLDS[threshold], groups, *DOORS[door])  # noqa: E731
     for example, costs in compare(monkeypatch, make_recorder, run_it, gone=[0, 1, 3, 40]):

@@ -39,6 +39,7 @@ def test_by_hand(q):
     assert (found.optimisation, found.variance, found.bias) == pytest.approx(terms(found.beta))
 
 
+@pytest.mark.slow
 def test_above_the_measured_mean_and_below_the_theorem():
     """The setting of the example in the theory: d = 50, B = 16, z = 4, p = .9, with exact quantiles as thresholds."""
     problem, steps, gamma, p = HeavyTailedQuadratic(50, Pareto(2.5, 0.5)), 300, 0.02, 0.9
