@@ -1,6 +1,5 @@
 """A row of the table with all that its checks share: one model, proven once, and its examples' gradients."""
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -26,17 +25,19 @@ class Row:
     def __init__(self, case: Case) -> None:
         self.case = case
         self._built = case.build(T)
-        self._first = scaled(self._built, torch.ones(T))
+        self._problems = {T: scaled(self._built, torch.ones(T))}
+        self._examples: dict[int, list[oracle.Example]] = {}
 
-    @functools.cache  # noqa: B019 - a row lives as long as its test
     def problem(self, size: int) -> Problem:
         """With this many examples."""
-        if size == T:
-            return self._first
-        built = self.case.build(size)
-        if not self._is_the_model_of(built):
-            return scaled(built, torch.ones(size))
-        return replace(self._first, inputs=built.inputs, targets=(built.targets, torch.ones(size)))
+        if size not in self._problems:
+            built = self.case.build(size)
+            if self._is_the_model_of(built):
+                targets = (built.targets, torch.ones(size))
+                self._problems[size] = replace(self._problems[T], inputs=built.inputs, targets=targets)
+            else:
+                self._problems[size] = scaled(built, torch.ones(size))
+        return self._problems[size]
 
     def _is_the_model_of(self, built: Problem) -> bool:
         mine, other = self._built.model.state_dict(), built.model.state_dict()
@@ -44,10 +45,11 @@ class Row:
             isinstance(value, Tensor) and torch.equal(value, other[name]) for name, value in mine.items()
         )
 
-    @functools.cache  # noqa: B019
     def examples(self, size: int) -> list[oracle.Example]:
         """What the oracle finds of each example."""
-        return self._ask(self.problem(size))
+        if size not in self._examples:
+            self._examples[size] = self._ask(self.problem(size))
+        return self._examples[size]
 
     def _ask(self, problem: Problem) -> list[oracle.Example]:
         torch.manual_seed(1)
