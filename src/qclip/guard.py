@@ -58,9 +58,8 @@ class Guard:
 
     @property
     def pending(self) -> bool:
-        """Whether a released gradient waits to be applied."""
-        found = ((self._of(parameter), parameter) for parameter in self._parameters.values())
-        return any(released is not None and not released.is_applied(parameter) for released, parameter in found)
+        """Whether a released gradient waits to be applied; one that was thrown away or changed cannot be any more."""
+        return any(self._applicable(parameter) is not None for parameter in self._parameters.values())
 
     def clear(self) -> None:
         """Take back what was written and is still there; refuse anything else that lies there."""
@@ -74,7 +73,15 @@ class Guard:
     def _of(self, parameter: Tensor) -> Released | None:
         """The record of the gradient that this parameter holds now."""
         released = self._released.get(id(parameter))
-        return released if released is not None and released.grad() is parameter.grad else None
+        here = released is not None and parameter.grad is not None and released.grad() is parameter.grad
+        return released if here else None
+
+    def _applicable(self, parameter: Tensor) -> Released | None:
+        """The same, where a step may apply it: as it was written, and not applied yet."""
+        released, grad = self._of(parameter), parameter.grad
+        if released is None or grad is None or released.is_applied(parameter) or grad._version != released.version:
+            return None
+        return released
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -83,8 +90,8 @@ class Guard:
             raise check.refuse("closure", closure, "None: it would compute gradients without clipping or noise", remedy)
         due = []
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-            released = self._of(parameter)
-            if released is None or released.is_applied(parameter) or parameter.grad._version != released.version:
+            released = self._applicable(parameter)
+            if released is None:
                 raise self._refusal(parameter)
             due.append((released, parameter))
         for released, parameter in due:

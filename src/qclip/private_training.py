@@ -266,8 +266,11 @@ class PrivateTraining:
         the noise could be subtracted. That of a complete run holds none.
         """
         if self._guard.pending:
-            remedy = "call optimizer.step() first: the step is charged, and its gradient is not saved"
-            raise check.refuse("released gradient", "not yet applied", "applied before the state is taken", remedy)
+            remedy = (
+                "call optimizer.step() first, or optimizer.zero_grad() to go on without it: the step is charged, and "
+                "its gradient is not saved"
+            )
+            raise check.refuse("released gradient", "not yet applied", "applied or thrown away before the state is taken", remedy)
         seed = self.loader.sampler.seed
         between = self._logical is None and self.loader.tickets.front is None
         secrets = {
