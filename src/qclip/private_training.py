@@ -20,6 +20,7 @@ from qclip.engine import ClippedGradients, Engine
 from qclip.engine.compiled import Compiled
 from qclip.engine.engine import Choice
 from qclip.guard import Guard
+from qclip.history import History, StepRecord
 from qclip.logical_batch import LogicalBatch, Noise
 from qclip.losses import PerExample
 from qclip.sampling import Ticket, TicketLoader, sampler
@@ -27,19 +28,6 @@ from qclip.schedules import Schedule
 from qclip.thresholds import Conditions, Threshold
 from qclip.thresholds.threshold import at, describe
 from qclip.training_plan import TrainingPlan
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """A logical step, in public and released values only."""
-
-    step: int
-    tau: tuple[float, ...]
-    """The threshold of each group."""
-    noisy_unclipped: tuple[float, ...]
-    """The noisy fraction of examples left unclipped in each group; empty where the threshold does not ask for it."""
-    step_size: float
-    """The learning rate of the (first) optimizer's first group, over the threshold where steps are normalized."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +103,8 @@ class PrivateTraining:
         threshold.check(Conditions(plan.batch_size, plan.num_steps, plan.noise_multiplier, self._dims))
         self._physical_batch_size = physical_batch_size
         self._state = threshold.start(len(engine.groups))
-        self._history: list[StepRecord] = []
+        self._records: list[StepRecord] = []
+        self._history = History(self._records)
         self._logical: LogicalBatch | None = None
         self._guard = Guard(engine.parameters, self._optimizers)
         self._random_states: dict[str, Any] | None = None
@@ -156,7 +145,7 @@ class PrivateTraining:
     @property
     def finished(self) -> bool:
         """Whether every step of the plan is done: another pass would be refused."""
-        return len(self._history) == self._plan.num_steps
+        return len(self._records) == self._plan.num_steps
 
     @property
     def plan(self) -> TrainingPlan:
@@ -174,9 +163,9 @@ class PrivateTraining:
         return self._engine.groups.names
 
     @property
-    def history(self) -> tuple[StepRecord, ...]:
-        """A record for each logical step done."""
-        return tuple(self._history)
+    def history(self) -> History:
+        """A record for each logical step done: a view, read like a tuple, that grows with the run."""
+        return self._history
 
     @property
     def noise_multipliers(self) -> accounting.Split:
@@ -188,7 +177,7 @@ class PrivateTraining:
         return accounting.epsilon(
             noise_multiplier=self._accounted,
             sample_rate=self._plan.sample_rate,
-            steps=len(self._history),
+            steps=len(self._records),
             delta=self._plan.delta if delta is None else delta,
             accountant=self._plan.accountant,
         )
@@ -210,17 +199,17 @@ class PrivateTraining:
         self._require_plain_sgd()
         if len(self.groups) > 1:
             raise check.refuse("groups", self.groups, "flat", "certify a run with one threshold")
-        if not self._history:
+        if not self._records:
             raise check.refuse("steps", 0, ">= 1", "train first: the certificate reads the record")
         fraction_std = self._fraction_std()
-        fractions = [record.noisy_unclipped for record in self._history]
+        fractions = [record.noisy_unclipped for record in self._records]
         if not all(fractions):
             remedy = "take a larger batch, so that no draw is empty"
             raise check.refuse("unclipped fraction", "not known at every step", "recorded at every step", remedy)
         return theory.certificate(
             assumptions,
-            [record.step_size for record in self._history],
-            [record.tau[0] for record in self._history],
+            [record.step_size for record in self._records],
+            [record.tau[0] for record in self._records],
             [1 - fraction for (fraction,) in fractions],
             batch_size=self._plan.batch_size,
             noise_multiplier=self._split.gradient,
@@ -270,7 +259,9 @@ class PrivateTraining:
                 "call optimizer.step() first, or optimizer.zero_grad() to go on without it: the step is charged, and "
                 "its gradient is not saved"
             )
-            raise check.refuse("released gradient", "not yet applied", "applied or thrown away before the state is taken", remedy)
+            raise check.refuse(
+                "released gradient", "not yet applied", "applied or thrown away before the state is taken", remedy
+            )
         seed = self.loader.sampler.seed
         between = self._logical is None and self.loader.tickets.front is None
         secrets = {
@@ -282,7 +273,7 @@ class PrivateTraining:
         return {
             **self._identity(),
             "threshold_state": self._state,
-            "history": [asdict(record) for record in self._history],
+            "history": [asdict(record) for record in self._records],
             "secrets": None if self.finished else secrets,
         }
 
@@ -293,7 +284,7 @@ class PrivateTraining:
         self.loader.abandon()
         self._guard.clear()
         self.updated = False
-        self._history = [_record(row) for row in state["history"]]
+        self._records[:] = [_record(row) for row in state["history"]]  # in place: the history stays a view of it
         self._state = state["threshold_state"]
         secrets = state["secrets"]
         if secrets is None:
@@ -370,10 +361,10 @@ class PrivateTraining:
                 name, given, value = f"{part}[{key!r}]", mine.get(key), value.get(key)
             remedy = "make the training with the same arguments, or start a new run"
             raise check.refuse(name, given, f"{value!r}, as in the checkpoint", remedy)
-        if len(state["history"]) < len(self._history):
+        if len(state["history"]) < len(self._records):
             remedy = "make a new training to go back: the steps done since would be forgotten, but not their cost"
             raise check.refuse(
-                "steps of the state", len(state["history"]), f">= {len(self._history)}, those done", remedy
+                "steps of the state", len(state["history"]), f">= {len(self._records)}, those done", remedy
             )
 
     def _schedules(self) -> dict[str, list[float]]:
@@ -399,7 +390,7 @@ class PrivateTraining:
         B = self._plan.batch_size
         if not self._threshold.private:
             return 0.5 / B**0.5
-        count = self._threshold.ask(self._state, len(self._history)).count
+        count = self._threshold.ask(self._state, len(self._records)).count
         if count is None or any(len(radii) > 1 for radii in count.radii):  # extrapolated, or a sum of several
             remedy = "take PrivateQuantile or GeometricQuantile, which count at the threshold itself"
             name = type(self._threshold).__name__
@@ -441,7 +432,7 @@ class PrivateTraining:
     def _redeem(self, batch: Any) -> tuple[Ticket, LogicalBatch]:
         """The ticket of this batch, and the logical batch that it continues or begins."""
         self.updated = False
-        step = len(self._history)
+        step = len(self._records)
         self._refuse_past_plan(step)
         ticket = self.loader.tickets.redeem(batch)
         if self._logical is None or ticket.part == 0:
@@ -488,7 +479,7 @@ class PrivateTraining:
             self.updated = True
 
     def _release(self, logical: LogicalBatch) -> None:
-        step, parameters = len(self._history), self._engine.parameters
+        step, parameters = len(self._records), self._engine.parameters
         if logical.hopeless:
             self._refuse_hopeless(step)
         gradient, counts = logical.gradient(self._engine.groups.members), logical.counts()
@@ -507,7 +498,7 @@ class PrivateTraining:
             _set_step_size(self._optimizers, at(self._step_size, step))
         step_size = float(self._optimizers[0].param_groups[0]["lr"]) / scale
         # Charged before anyone can see it: an interruption between the two lines costs budget, not privacy.
-        self._history.append(StepRecord(step, logical.clip_norms, noisy_unclipped, step_size))
+        self._records.append(StepRecord(step, logical.clip_norms, noisy_unclipped, step_size))
         self._state = state
         self._guard.write(noisy)
 
@@ -524,7 +515,7 @@ class PrivateTraining:
 
     def _steps_of_pass(self) -> range:
         """The rest of the current epoch (of the plan, when it was given in steps)."""
-        done, length = len(self._history), self._plan.steps_per_pass
+        done, length = len(self._records), self._plan.steps_per_pass
         self._refuse_past_plan(done)
         return range(done, min((done // length + 1) * length, self._plan.num_steps))
 
