@@ -482,7 +482,7 @@ class PrivateTraining:
         step, parameters = len(self._records), self._engine.parameters
         if logical.hopeless:
             self._refuse_hopeless(step)
-        gradient, counts = logical.gradient(self._engine.groups.members), logical.counts()
+        gradient, counts = logical.gradient(self._engine.groups.members, self._dims), logical.counts()
         scale = gradient.l2_bound if self._normalize else 1.0  # public, like everything it depends on
         divisor = self._plan.batch_size * scale
         noisy = mechanism.release(gradient, self._split.gradient, self._noise, divisor=divisor, like=parameters)
