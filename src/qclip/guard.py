@@ -1,7 +1,7 @@
 """The guard: an optimizer applies a released gradient, once, or nothing."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +36,21 @@ _hooks: "weakref.WeakKeyDictionary[Optimizer, RemovableHandle]" = weakref.WeakKe
 class Guard:
     """Stands before `step` of the optimizers: raises unless each ``.grad`` is None or released and not yet applied.
 
-    An optimizer has one guard, the latest: what an earlier one would release is refused from then on.
+    An optimizer has one guard, the latest: what an earlier one would release is refused from then on. ``applying`` is
+    told of each step that is let through, before it is taken.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        *,
+        applying: Callable[[Optimizer], None] = lambda _: None,
+    ) -> None:
         self._parameters = dict(parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._released: dict[int, Released] = {}
+        self._applying = applying
         for optimizer in optimizers:
             if optimizer in _hooks:
                 _hooks[optimizer].remove()
@@ -60,6 +68,12 @@ class Guard:
     def pending(self) -> bool:
         """Whether a released gradient waits to be applied; one that was thrown away or changed cannot be any more."""
         return any(self._applicable(parameter) is not None for parameter in self._parameters.values())
+
+    @property
+    def applied(self) -> bool:
+        """Whether every gradient that was released since the last `clear` was applied."""
+        found = ((self._released.get(id(parameter)), parameter) for parameter in self._parameters.values())
+        return all(released is None or released.is_applied(parameter) for released, parameter in found)
 
     def clear(self) -> None:
         """Take back what was written and is still there; refuse anything else that lies there."""
@@ -94,6 +108,8 @@ class Guard:
             if released is None:
                 raise self._refusal(parameter)
             due.append((released, parameter))
+        if due:
+            self._applying(optimizer)
         for released, parameter in due:
             released.applied_to = parameter._version
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from qclip import _validate as check
-from qclip import accounting, checkpoint, mechanism, rows, theory
+from qclip import accounting, checkpoint, mechanism, rows, run_certificate, theory
 from qclip._transfer import sent
 from qclip.engine import ClippedGradients, Engine
 from qclip.engine.compiled import Compiled
@@ -23,6 +23,7 @@ from qclip.guard import Guard
 from qclip.history import History, StepRecord
 from qclip.logical_batch import LogicalBatch, Noise
 from qclip.losses import PerExample
+from qclip.run_certificate import Departures
 from qclip.sampling import Ticket, TicketLoader, sampler
 from qclip.schedules import Schedule
 from qclip.thresholds import Conditions, Threshold
@@ -106,7 +107,8 @@ class PrivateTraining:
         self._records: list[StepRecord] = []
         self._history = History(self._records)
         self._logical: LogicalBatch | None = None
-        self._guard = Guard(engine.parameters, self._optimizers)
+        self._departures = Departures()
+        self._guard = Guard(engine.parameters, self._optimizers, applying=self._departures.see)
         self._random_states: dict[str, Any] | None = None
         self.epsilon_curve = accounting.EpsilonCurve(
             noise_multiplier=self._accounted,
@@ -192,30 +194,29 @@ class PrivateTraining:
     ) -> theory.Bound:
         """What the run so far has achieved, by `qclip.theory.certificate`, from its own record.
 
-        For plain SGD (no momentum, no weight decay) and flat clipping at a threshold that counts unclipped examples;
-        refused otherwise. ``p_lo``: a lower bound on every step's unclipped fraction, where one is known; else the
-        record has to show one.
+        For what the theorem is about, and refused otherwise: plain SGD (no momentum, no weight decay) that applied
+        every gradient; step sizes that were fixed before the run, so not normalized ones, nor those of a function or a
+        scheduler that may react to it; flat clipping at a threshold that counts unclipped examples and does not look
+        at a step's own. ``p_lo``: a lower bound on every step's unclipped fraction, where one is known; else the record
+        has to show one.
         """
-        self._require_plain_sgd()
-        if len(self.groups) > 1:
-            raise check.refuse("groups", self.groups, "flat", "certify a run with one threshold")
-        if not self._records:
-            raise check.refuse("steps", 0, ">= 1", "train first: the certificate reads the record")
-        fraction_std = self._fraction_std()
-        fractions = [record.noisy_unclipped for record in self._records]
-        if not all(fractions):
-            remedy = "take a larger batch, so that no draw is empty"
-            raise check.refuse("unclipped fraction", "not known at every step", "recorded at every step", remedy)
-        return theory.certificate(
+        run_certificate.require_covered(
+            self._history,
+            self._threshold,
+            self._engine.parameters.values(),
+            step_size=self._step_size,
+            normalize=self._normalize,
+            departure=self._departures.so_far(applied=self._guard.applied),
+        )
+        return run_certificate.certify(
             assumptions,
-            [record.step_size for record in self._records],
-            [record.tau[0] for record in self._records],
-            [1 - fraction for (fraction,) in fractions],
-            batch_size=self._plan.batch_size,
-            noise_multiplier=self._split.gradient,
-            dim=self._dims,
+            self._history,
+            self._threshold,
+            self._plan,
+            count=self._threshold.ask(self._state, len(self._records)).count,
+            noise=self._split,
+            dims=self._dims,
             p_lo=p_lo,
-            fraction_std=fraction_std,
             confidence=confidence,
         )
 
@@ -274,6 +275,7 @@ class PrivateTraining:
             **self._identity(),
             "threshold_state": self._state,
             "history": [asdict(record) for record in self._records],
+            "departure": self._departures.so_far(applied=self._guard.applied),
             "secrets": None if self.finished else secrets,
         }
 
@@ -286,6 +288,7 @@ class PrivateTraining:
         self.updated = False
         self._records[:] = [_record(row) for row in state["history"]]  # in place: the history stays a view of it
         self._state = state["threshold_state"]
+        self._departures.begin(state["departure"])
         secrets = state["secrets"]
         if secrets is None:
             return
@@ -376,27 +379,6 @@ class PrivateTraining:
             {} if self._step_size is None or callable(self._step_size) else {"step_size": [float(self._step_size)]}
         )
 
-    def _require_plain_sgd(self) -> None:
-        plain = {"momentum": 0, "weight_decay": 0, "maximize": False}
-        for optimizer in self._optimizers:
-            settings = [group.get(name) for group in optimizer.param_groups for name in plain]
-            sizes = {float(group["lr"]) for o in self._optimizers for group in o.param_groups}
-            if type(optimizer) is not SGD or any(settings) or len(sizes) > 1:
-                remedy = "the theorem is about one step size, no momentum and no weight decay"
-                raise check.refuse("optimizer", type(optimizer).__name__, "plain SGD", remedy)
-
-    def _fraction_std(self) -> float:
-        """A bound on the standard deviation of a recorded fraction: who was sampled, and the noise."""
-        B = self._plan.batch_size
-        if not self._threshold.private:
-            return 0.5 / B**0.5
-        count = self._threshold.ask(self._state, len(self._records)).count
-        if count is None or any(len(radii) > 1 for radii in count.radii):  # extrapolated, or a sum of several
-            remedy = "take PrivateQuantile or GeometricQuantile, which count at the threshold itself"
-            name = type(self._threshold).__name__
-            raise check.refuse("threshold", name, "one that counts unclipped examples and no others", remedy)
-        return float(np.hypot(max(count.centre, 1 - count.centre) / B**0.5, self._split.counts * count.l2_bound / B))
-
     def _clip(self, batch: tuple[Any, ...]) -> tuple[Ticket, ClippedGradients]:
         whole = batch[0] if len(batch) == 1 else batch
         ticket, logical = self._redeem(whole)
@@ -471,6 +453,7 @@ class PrivateTraining:
         """Add a physical batch to the sums; after the last one, release them."""
         logical = self._logical
         assert logical is not None
+        self._departures.begin(self._departures.so_far(applied=self._guard.applied))  # before the guard forgets
         self._guard.clear()
         logical.add(gradients, ticket.size, last=ticket.last)
         if ticket.last:
@@ -496,9 +479,10 @@ class PrivateTraining:
         state = self._threshold.update(self._state, step, answer)
         if self._step_size is not None:
             _set_step_size(self._optimizers, at(self._step_size, step))
-        step_size = float(self._optimizers[0].param_groups[0]["lr"]) / scale
+        rate = float(self._optimizers[0].param_groups[0]["lr"])
+        self._departures.expect(step, rate)
         # Charged before anyone can see it: an interruption between the two lines costs budget, not privacy.
-        self._records.append(StepRecord(step, logical.clip_norms, noisy_unclipped, step_size))
+        self._records.append(StepRecord(step, logical.clip_norms, noisy_unclipped, rate / scale))
         self._state = state
         self._guard.write(noisy)
 

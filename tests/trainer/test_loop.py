@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,9 +14,10 @@ from rich.console import Console
 
 from qclip import checkpoint, theory
 from qclip.run_folder import RunFolder
+from qclip.thresholds import GeometricQuantile
 from qclip.trainer.interrupt import Interrupt
 from qclip.trainer.loop import train
-from qclip.trainer.run import resume, start
+from qclip.trainer.run import QUANTILES, resume, start
 from qclip.trainer.screen import Screen
 from qclip.trainer.settings import Settings
 
@@ -240,9 +242,10 @@ def test_without_noise_epsilon_is_infinite_and_written_as_null(settings, tmp_pat
     assert all(line["epsilon"] is None for line in RunFolder(tmp_path).steps())
 
 
-def test_the_certificate_of_a_run(settings, tmp_path):
-    asked = replace(settings, noise_multiplier=0.0, threshold="exact", lr=0.05, L=1.0, sigma=1.0, gap=1.0)
-    run = whole(asked, tmp_path)
+def test_the_certificate_of_a_run(settings, tmp_path, monkeypatch):
+    monkeypatch.setitem(QUANTILES, "geometric", partial(GeometricQuantile, initial=3.0))  # near the quantile
+    asked = replace(settings, noise_multiplier=0.0, threshold="geometric", lr=0.05, L=1.0, sigma=1.0, gap=1.0)
+    run = whole(replace(asked, plain_steps=True), tmp_path)
     found = run.folder.summary()["certificate"]
     bound = run.training.certificate(theory.Assumptions(L=1, sigma=1, q=2, gap=1))
     assert found == {
@@ -252,11 +255,11 @@ def test_the_certificate_of_a_run(settings, tmp_path):
 
 
 def test_a_certificate_that_cannot_be_had_does_not_cost_the_run(settings, tmp_path):
-    run = whole(replace(settings, L=1e9, sigma=1.0, gap=1.0), tmp_path)
+    run = whole(replace(settings, L=1.0, sigma=1.0, gap=1.0), tmp_path)
     summary = run.folder.summary()
     assert summary["finished"]
     assert summary["certificate"] is None
-    assert "must be" in summary["certificate_refused"]
+    assert "normalize = True must be False" in summary["certificate_refused"]
 
 
 def test_parameters_that_are_lost_stop_the_run_and_keep_its_checkpoint(settings, uninterrupted, tmp_path):
