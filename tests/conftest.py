@@ -1,5 +1,7 @@
 """What all tests share: one hypothesis profile, one thread, seeds that can be changed, margins that can be shown."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import core, settings
@@ -45,7 +47,7 @@ class Recorder:
 
     def __call__(self, value, noise_multiplier, generator, **options):
         raw = {name: tensor.clone() for name, tensor in value.tensors.items()}
-        self.values.append(mechanism.BoundedSum(raw, value.members, value.group_bounds))
+        self.values.append(replace(value, tensors=raw))
         self.stds.append(mechanism.noise_stds(value, noise_multiplier))
         fresh = self._replay is None
         noisy = self._release(value, noise_multiplier, generator, **options) if fresh else next(self._replay)

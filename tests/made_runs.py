@@ -2,10 +2,12 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from qclip.run_folder import RunFolder
+from qclip.run_summary import Summary
 
 
 def made_run(
@@ -32,34 +34,56 @@ def made_run(
             held_out = dict.fromkeys(metrics, step / 100)
             folder.append({"step": step + 1, "epoch": step // 10 + 1, "held_out": held_out, "epsilon": epsilon})
     last = dict.fromkeys(metrics, (steps - 1) / 100)
-    folder.write_summary(
-        {
-            "epsilon": 0.5 * math.sqrt(steps) if private else None,
-            "delta": 1e-5,
-            "private": private,
-            "accuracy": last.get("accuracy"),
-            "held_out": last,
-            "finished": True,
-            "steps": steps,
-            "num_steps": steps,
-            "seconds": 1.5,
-            "task": "digits",
-            "description": "small <images> & labels",
-            "examples": 1000,
-            "batch_size": 100,
-            "sample_rate": 0.1,
-            "noise_multiplier": 2.0 if private else 0.0,
-            "threshold": threshold or {"name": "PrivateQuantile", "p": 0.5},
-            "groups": list(groups),
-            "parameters": 4810,
-            "settings": {"epochs": steps // 10, "epsilon": 4.0 if private else None, "lr": 2.0},
-            "command": "qclip train --epsilon 4",
-            "versions": {"qclip": "0.1.0"},
-            "certificate": None,
-        }
-        | summary
-    )
+    own: dict[str, Any] = {
+        "epsilon": 0.5 * math.sqrt(steps) if private else None,
+        "private": private,
+        "accuracy": last.get("accuracy"),
+        "held_out": last,
+        "steps": steps,
+        "num_steps": steps,
+        "noise_multiplier": 2.0 if private else 0.0,
+        "gradient_noise_multiplier": 2.02 if private else 0.0,
+        "groups": list(groups),
+        "settings": {"epochs": steps // 10, "epsilon": 4.0 if private else None, "lr": 2.0},
+    }
+    if threshold is not None:
+        own["threshold"] = threshold
+    folder.write_summary(made_summary(**own | summary))
     return path
+
+
+def made_summary(**changes: Any) -> Summary:
+    """The summary of a finished run, but for the changes."""
+    return replace(
+        Summary(
+            epsilon=3.0,
+            delta=1e-5,
+            private=True,
+            accuracy=0.39,
+            held_out={"accuracy": 0.39},
+            finished=True,
+            steps=40,
+            num_steps=40,
+            seconds=1.5,
+            task="digits",
+            description="small <images> & labels",
+            examples=1000,
+            batch_size=100,
+            sample_rate=0.1,
+            noise_multiplier=2.0,
+            gradient_noise_multiplier=2.02,
+            threshold={"name": "PrivateQuantile", "p": 0.5},
+            groups=["flat"],
+            parameters=4810,
+            settings={"epochs": 4, "epsilon": 4.0, "lr": 2.0},
+            seeded=False,
+            command="qclip train --epsilon 4",
+            versions={"qclip": "0.1.0"},
+            certificate=None,
+            certificate_refused=None,
+        ),
+        **changes,
+    )
 
 
 def rewrite_line(path: Path, number: int, text: str) -> None:

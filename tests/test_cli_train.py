@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 
 from qclip.cli import main
 from qclip.run_folder import RunFolder
+from qclip.thresholds import GeometricQuantile
+from qclip.trainer.run import QUANTILES
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +116,14 @@ def test_what_weakens_the_promise_is_said(capsys, table, tmp_path):
     assert "whoever knows the seed can subtract the noise" in out
 
 
-def test_the_certificate_is_shown_or_why_there_is_none(capsys, table, tmp_path):
+def test_the_certificate_is_shown_or_why_there_is_none(capsys, table, tmp_path, monkeypatch):
+    monkeypatch.setitem(QUANTILES, "geometric", partial(GeometricQuantile, initial=3.0))  # near the quantile
     asked = ["--data", table, "--target", "kind", "--epochs", "1", "--batch-size", "100", "--noise-multiplier", "0"]
-    asked += ["--threshold", "exact", "--p", "0.5", "--lr", "0.05", "--sigma", "1", "--gap", "1", "--out", tmp_path]
-    assert "mean of E||grad f||^2 <=" in run(capsys, *asked, "--L", "1")[1]
-    assert "no certificate" in run(capsys, *asked, "--L", "1e9", "--overwrite")[1]
+    asked += ["--threshold", "geometric", "--lr", "0.05", "--L", "1", "--sigma", "1", "--gap", "1", "--out", tmp_path]
+    assert "mean of E||grad f||^2 <=" in run(capsys, *asked, "--plain-steps")[1]
+    assert "no certificate" in run(capsys, *asked, "--overwrite")[1]
+    report = RunFolder(tmp_path).report_file.read_text(encoding="utf-8")
+    assert "There is no certificate: normalize = True must be False" in report
 
 
 def test_an_extra_that_is_missing_is_named(capsys, small, tmp_path, monkeypatch):
@@ -125,7 +131,7 @@ def test_an_extra_that_is_missing_is_named(capsys, small, tmp_path, monkeypatch)
     status, out, _ = run(capsys, *small, "--out", tmp_path)
     assert status == 0
     assert "no report" in out
-    assert RunFolder(tmp_path).summary()["finished"]
+    assert RunFolder(tmp_path).summary().finished
 
 
 def test_ctrl_c_finishes_the_step_and_resume_gives_the_run_that_would_have_been(capsys, table, tmp_path):
@@ -140,7 +146,7 @@ def test_ctrl_c_finishes_the_step_and_resume_gives_the_run_that_would_have_been(
         child.send_signal(signal.SIGINT)
         out, err = child.communicate()
     assert (child.returncode, err) == (130, "\nfinishing this step; Ctrl-C again stops at once\n")
-    steps = stopped.summary()["steps"]
+    steps = stopped.summary().steps
     assert 6 <= steps < 80
     assert f"qclip train --resume --out {stopped.path}" in out
     assert len(stopped.steps()) == steps

@@ -169,3 +169,26 @@ def test_an_optimizer_that_calls_the_one_it_is_made_from(model):
     assert moved(model, before)
     with pytest.raises(ValueError, match=APPLIED):
         optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_released_gradient_that_was_thrown_away_is_not_waited_for(model, optimizer, guard, set_to_none):
+    guard.write(ones(model))
+    assert guard.pending
+    optimizer.zero_grad(set_to_none)
+    assert not guard.pending
+    before = values(model)
+    model(torch.ones(3, 2)).sum().backward()
+    with pytest.raises(ValueError, match=RAW if set_to_none else CHANGED):
+        optimizer.step()
+    assert not moved(model, before)
+
+
+def test_part_of_a_gradient_is_waited_for(model):
+    first, second = (torch.optim.SGD([parameter], lr=0.1) for parameter in (model.weight, model.bias))
+    guard = Guard(dict(model.named_parameters()), [first, second])
+    guard.write(ones(model))
+    first.zero_grad()
+    assert guard.pending
+    second.step()
+    assert not guard.pending

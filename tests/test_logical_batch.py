@@ -8,7 +8,7 @@ import torch
 from qclip.engine import ClippedGradients
 from qclip.logical_batch import LogicalBatch
 from qclip.thresholds import Question
-from qclip.thresholds.threshold import Count
+from qclip.thresholds.threshold import Count, Slack
 
 MEMBERS = {"w": 0}
 
@@ -34,7 +34,7 @@ def batch(question=None):
 
 
 def total(logical):
-    return logical.gradient(MEMBERS).tensors["w"]
+    return logical.gradient(MEMBERS, (3,)).tensors["w"]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
@@ -139,3 +139,9 @@ def test_not_all_parts_of_a_long_batch_are_held():
         logical.add(gradients, 2, last=k == 39)
     assert len(logical._repaired) < 40
     assert torch.equal(total(logical), torch.full((3,), 40.0))
+
+
+def test_the_dimensions_of_a_sum_are_those_of_the_run_and_of_the_slack():
+    logical = batch(Question(slack=Slack(((0.25, 0.5),))))
+    logical.add(part(1.0)[0], 2)
+    assert logical.gradient(MEMBERS, (12,)).group_dims == (14,)  # of which this process holds 3 and the slack

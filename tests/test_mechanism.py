@@ -1,6 +1,7 @@
 """Noise of the size that the value asks for: measured, per group, independent, from its own stream."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ N = 200_000
 
 def zeros(*, bounds=(2.0,), sizes=(N,), dtype=torch.float32):
     tensors = {f"{k}": torch.zeros(size, dtype=dtype) for k, size in enumerate(sizes)}
-    return BoundedSum(tensors, {name: int(name) for name in tensors}, bounds)
+    return BoundedSum(tensors, {name: int(name) for name in tensors}, bounds, sizes)
 
 
 def generator(seed=0):
@@ -55,9 +56,18 @@ def test_groups_share_the_noise_so_that_its_power_is_least():
         assert noisy[f"{k}"].std().item() == pytest.approx(stds[k], rel=5 / math.sqrt(2 * sizes[k]))
 
 
+def test_who_holds_part_of_the_coordinates_adds_the_noise_of_all():
+    """The groups' shares of the noise follow from the run's dimensions, so that holders of shards agree on them."""
+    whole = zeros(bounds=(1.0, 5.0), sizes=(N, 40))
+    shard = replace(whole, tensors={"0": torch.zeros(N // 4), "1": whole.tensors["1"]})
+    assert noise_stds(shard, 1.3) == noise_stds(whole, 1.3)
+    noise = release(shard, 1.3, generator(7))["0"]
+    assert noise.std().item() == pytest.approx(noise_stds(whole, 1.3)[0], rel=5 / math.sqrt(2 * N / 4))
+
+
 def test_tensors_of_one_group_get_one_deviation():
     tensors = {"weight": torch.zeros(300, 300), "bias": torch.zeros(N)}
-    noisy = release(BoundedSum(tensors, {"weight": 0, "bias": 0}, (1.0,)), 2.0, generator())
+    noisy = release(BoundedSum(tensors, {"weight": 0, "bias": 0}, (1.0,), (90_000 + N,)), 2.0, generator())
     for noise in noisy.values():
         assert noise.std().item() == pytest.approx(2.0, rel=5 / math.sqrt(2 * noise.numel()))
 
@@ -65,7 +75,7 @@ def test_tensors_of_one_group_get_one_deviation():
 def test_the_noise_is_added_to_the_sum_in_its_precision():
     for dtype in (torch.float32, torch.float64):
         base = zeros(sizes=(100,), dtype=dtype)
-        moved = BoundedSum({"0": base.tensors["0"] + 7}, base.members, base.group_bounds)
+        moved = replace(base, tensors={"0": base.tensors["0"] + 7})
         quiet, noisy = release(base, 1.0, generator())["0"], release(moved, 1.0, generator())["0"]
         assert noisy.dtype == dtype
         torch.testing.assert_close(noisy - quiet, torch.full((100,), 7.0, dtype=dtype), rtol=0, atol=1e-5)
@@ -91,7 +101,7 @@ def test_the_whole_bound_is_the_norm_of_the_groups():
 
 def test_the_release_is_divided_noise_and_all():
     """By the same stream as without: the same noise, over the divisor."""
-    value = BoundedSum({"0": torch.linspace(-5, 5, N)}, {"0": 0}, (2.0,))
+    value = BoundedSum({"0": torch.linspace(-5, 5, N)}, {"0": 0}, (2.0,), (N,))
     whole, divided = (release(value, 1.5, generator(3), divisor=divisor)["0"] for divisor in (1.0, 8.0))
     torch.testing.assert_close(divided, whole / 8, rtol=1e-5, atol=1e-6)
     noise = divided - value.tensors["0"] / 8
@@ -102,7 +112,7 @@ def test_the_release_is_divided_noise_and_all():
 
 def test_the_noise_is_added_before_it_is_rounded():
     """To the precision of the parameter: the bits are those of the noisy sum."""
-    value = BoundedSum({"a": torch.linspace(-5, 5, 1000)}, {"a": 0}, (2.0,))
+    value = BoundedSum({"a": torch.linspace(-5, 5, 1000)}, {"a": 0}, (2.0,), (1000,))
     like = {"a": torch.zeros(1000, dtype=torch.bfloat16)}
     rounded = release(value, 1.5, generator(3), divisor=4.0, like=like)["a"]
     assert rounded.dtype == torch.bfloat16
@@ -118,7 +128,7 @@ def test_each_tensor_has_the_precision_it_is_like():
 
 
 def test_without_noise_the_sum_is_divided_and_rounded():
-    value = BoundedSum({"a": torch.linspace(-5, 5, 100)}, {"a": 0}, (2.0,))
+    value = BoundedSum({"a": torch.linspace(-5, 5, 100)}, {"a": 0}, (2.0,), (100,))
     like = {"a": torch.zeros(100, dtype=torch.bfloat16)}
     noisy = release(value, 0, generator(), divisor=3.0, like=like)["a"]
     assert torch.equal(noisy, (value.tensors["a"] / 3).bfloat16())
@@ -135,7 +145,7 @@ def test_a_change_to_one_released_tensor_is_not_a_change_to_another():
 
 def test_shapes_and_names_stay_in_their_order():
     tensors = {"z": torch.zeros(2, 3), "a": torch.zeros((), dtype=torch.float64), "m": torch.zeros(4, 1, 2)}
-    noisy = release(BoundedSum(tensors, dict.fromkeys(tensors, 0), (1.0,)), 1.0, generator())
+    noisy = release(BoundedSum(tensors, dict.fromkeys(tensors, 0), (1.0,), (15,)), 1.0, generator())
     assert [(name, x.shape, x.dtype) for name, x in noisy.items()] == [
         (name, x.shape, x.dtype) for name, x in tensors.items()
     ]

@@ -160,7 +160,7 @@ def test_release_asks_the_kernel_where_it_is_usable(monkeypatch):
     monkeypatch.setattr(noise_kernel, "usable", lambda raws: all(raw.dtype == torch.float32 for raw in raws))
     monkeypatch.setattr(noise_kernel, "noisy_sums", noisy_sums)
     tensors = {"a": torch.zeros(3), "b": torch.zeros(4), "c": torch.zeros(2, dtype=torch.float64), "d": torch.zeros(5)}
-    value = mechanism.BoundedSum(tensors, dict.fromkeys(tensors, 0), (2.0,))
+    value = mechanism.BoundedSum(tensors, dict.fromkeys(tensors, 0), (2.0,), (14,))
     like = {"d": torch.zeros(5, dtype=torch.bfloat16)}
     noisy = mechanism.release(value, 1.5, torch.Generator().manual_seed(0), divisor=4.0, like=like)
     assert asked == [(2, (0.75, 0.75), 0.25, torch.float32), (1, (0.75,), 0.25, torch.bfloat16)]

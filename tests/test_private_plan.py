@@ -55,6 +55,14 @@ def test_epsilon_by_epoch_is_exact_and_ends_with_the_run():
         assert exact <= row.epsilon <= exact * (1 + 1e-6)
 
 
+def test_epsilon_is_that_of_the_accountant_of_the_run():
+    training = plan_training(1000, 100, epochs=1, **NOISE, accountant="rdp")
+    (row,) = plan_private(training).spent
+    facts = {"noise_multiplier": 2.0, "sample_rate": 0.1, "steps": row.steps, "delta": 1e-5}
+    assert row.epsilon == pytest.approx(accounting.epsilon(**facts, accountant="rdp"))
+    assert row.epsilon > 1.1 * accounting.epsilon(**facts)
+
+
 @pytest.mark.parametrize(
     ("length", "rows"),
     [({"steps": 3}, [3]), ({"steps": 15}, [10, 15]), ({"epochs": 25}, [*range(30, 250, 30), 250])],

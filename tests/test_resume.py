@@ -224,7 +224,7 @@ def test_raw_sums_are_not_in_the_state():
     assert state["history"] == []
     assert set(state) == {
         "plan", "threshold", "groups", "rows_per_example", "normalize", "schedules",
-        "threshold_state", "history", "secrets",
+        "threshold_state", "history", "departure", "secrets",
     }  # fmt: skip
 
 
@@ -238,6 +238,22 @@ def test_a_gradient_that_is_released_and_not_applied_is_not_lost(tmp_path):
     run.training.save(tmp_path / "run.pt")
     run.optimizer.zero_grad()
     run.training.save(tmp_path / "run.pt")
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_released_gradient_that_was_thrown_away_is_paid_for_and_saved_without(tmp_path, set_to_none):
+    run = Run(PrivateQuantile(0.5))
+    x, y = next(iter(run.training.loader))
+    run.training.loss(run.model(x), y).backward()
+    spent = run.training.epsilon()
+    run.optimizer.zero_grad(set_to_none)
+    run.training.save(tmp_path / "run.pt", **run.others)
+    assert run.training.epsilon() == spent > 0
+    whole = run.go("ordinary").result()
+    again = Run(PrivateQuantile(0.5))
+    again.training.load(tmp_path / "run.pt", **again.others)
+    assert again.training.epsilon() == spent
+    same(again.go("ordinary").result(), whole)
 
 
 class Noisy(TensorDataset):

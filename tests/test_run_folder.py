@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from made_runs import made_summary
 from qclip.run_folder import RunFolder
 
 
@@ -71,18 +72,18 @@ def test_what_json_cannot_say_is_null(folder):
 
 
 def test_an_interrupted_summary_leaves_the_old_one(folder, monkeypatch):
-    folder.write_summary({"steps": 1})
+    folder.write_summary(made_summary(steps=1))
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        folder.write_summary({"steps": 2})
-    assert folder.summary() == {"steps": 1}
+        folder.write_summary(made_summary(steps=2))
+    assert folder.summary() == made_summary(steps=1)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", ""], ids=["torn", "list", "empty"])
+@pytest.mark.parametrize("content", ["{", "[1]", "", "{}"], ids=["torn", "list", "empty", "nothing"])
 def test_a_summary_that_is_none_is_refused(folder, content):
     with pytest.raises(ValueError, match=r"of a run, with a summary\.json"):
         folder.summary()
@@ -97,7 +98,7 @@ def test_holds_run_and_clear(folder):
     assert not folder.holds_run
     folder.append(step(0))
     assert folder.holds_run
-    folder.write_summary({})
+    folder.write_summary(made_summary())
     folder.clear()
     assert not folder.holds_run
     assert other.read_text() == "mine"

@@ -1,7 +1,7 @@
 """The guard: an optimizer applies a released gradient, once, or nothing."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +36,21 @@ _hooks: "weakref.WeakKeyDictionary[Optimizer, RemovableHandle]" = weakref.WeakKe
 class Guard:
     """Stands before `step` of the optimizers: raises unless each ``.grad`` is None or released and not yet applied.
 
-    An optimizer has one guard, the latest: what an earlier one would release is refused from then on.
+    An optimizer has one guard, the latest: what an earlier one would release is refused from then on. ``applying`` is
+    told of each step that is let through, before it is taken.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        *,
+        applying: Callable[[Optimizer], None] = lambda _: None,
+    ) -> None:
         self._parameters = dict(parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._released: dict[int, Released] = {}
+        self._applying = applying
         for optimizer in optimizers:
             if optimizer in _hooks:
                 _hooks[optimizer].remove()
@@ -58,9 +66,14 @@ class Guard:
 
     @property
     def pending(self) -> bool:
-        """Whether a released gradient waits to be applied."""
-        found = ((self._of(parameter), parameter) for parameter in self._parameters.values())
-        return any(released is not None and not released.is_applied(parameter) for released, parameter in found)
+        """Whether a released gradient waits to be applied; one that was thrown away or changed cannot be any more."""
+        return any(self._applicable(parameter) is not None for parameter in self._parameters.values())
+
+    @property
+    def applied(self) -> bool:
+        """Whether every gradient that was released since the last `clear` was applied."""
+        found = ((self._released.get(id(parameter)), parameter) for parameter in self._parameters.values())
+        return all(released is None or released.is_applied(parameter) for released, parameter in found)
 
     def clear(self) -> None:
         """Take back what was written and is still there; refuse anything else that lies there."""
@@ -74,7 +87,15 @@ class Guard:
     def _of(self, parameter: Tensor) -> Released | None:
         """The record of the gradient that this parameter holds now."""
         released = self._released.get(id(parameter))
-        return released if released is not None and released.grad() is parameter.grad else None
+        here = released is not None and parameter.grad is not None and released.grad() is parameter.grad
+        return released if here else None
+
+    def _applicable(self, parameter: Tensor) -> Released | None:
+        """The same, where a step may apply it: as it was written, and not applied yet."""
+        released, grad = self._of(parameter), parameter.grad
+        if released is None or grad is None or released.is_applied(parameter) or grad._version != released.version:
+            return None
+        return released
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -83,10 +104,12 @@ class Guard:
             raise check.refuse("closure", closure, "None: it would compute gradients without clipping or noise", remedy)
         due = []
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
-            released = self._of(parameter)
-            if released is None or released.is_applied(parameter) or parameter.grad._version != released.version:
+            released = self._applicable(parameter)
+            if released is None:
                 raise self._refusal(parameter)
             due.append((released, parameter))
+        if due:
+            self._applying(optimizer)
         for released, parameter in due:
             released.applied_to = parameter._version
 

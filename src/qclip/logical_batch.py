@@ -1,6 +1,6 @@
 """A logical batch: the raw sums of one step, over its physical batches, all clipped at the same thresholds."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -96,22 +96,27 @@ class LogicalBatch:
                 self._add_sums(repaired(), last=False)
         self._clean, self._repaired = None, []
 
-    def gradient(self, members: Mapping[str, int]) -> BoundedSum:
-        """The clipped gradients, with the slack's coordinates appended to each group: the bound is the same."""
+    def gradient(self, members: Mapping[str, int], dims: Sequence[int]) -> BoundedSum:
+        """The clipped gradients, with the slack's coordinates appended to each group: the bound is the same.
+
+        ``members``: the group of each parameter; ``dims``: the number of parameters of each group in the whole run.
+        """
         self._settle()
-        tensors, groups = dict(self._sums), dict(members)
+        tensors, groups, dims = dict(self._sums), dict(members), list(dims)
         if self._question.slack is not None and self._within is not None:
             coefficients = torch.tensor(self._question.slack.coefficients(self._clip_norms), dtype=self._within.dtype)
             for k, row in enumerate(self._within * sent(coefficients, self._within.device)):
                 tensors[_slack(k)] = row
                 groups[_slack(k)] = k
-        return BoundedSum(tensors, groups, self._clip_norms)
+                dims[k] += len(row)
+        return BoundedSum(tensors, groups, self._clip_norms, tuple(dims))
 
     def counts(self) -> BoundedSum | None:
         """What the threshold pays for, if anything."""
         if self._question.count is None or self._bins is None:
             return None
-        return BoundedSum({"counts": self._bins}, {"counts": 0}, (self._question.count.l2_bound,))
+        dims = (sum(map(len, self._question.count.radii)),)
+        return BoundedSum({"counts": self._bins}, {"counts": 0}, (self._question.count.l2_bound,), dims)
 
     def answer(
         self,

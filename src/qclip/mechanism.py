@@ -24,6 +24,8 @@ class BoundedSum:
     """Name to the index of its group."""
     group_bounds: tuple[float, ...]
     """The largest norm that one example can add to each group."""
+    group_dims: tuple[int, ...]
+    """The number of coordinates of each group in the whole run, also where ``tensors`` holds only some of them."""
 
     @property
     def l2_bound(self) -> float:
@@ -106,9 +108,8 @@ def _drawn(raws: Sequence[Tensor], stds: Sequence[float], generator: torch.Gener
 
 
 def noise_stds(value: BoundedSum, noise_multiplier: float) -> tuple[float, ...]:
-    """The standard deviation of the noise in each group."""
-    dims = group_dims(value.tensors, value.members, len(value.group_bounds))
-    return tuple(group_noise(value.group_bounds, dims, noise_multiplier).stds.tolist())
+    """The standard deviation of the noise in each group: of public values only, so that it is the same everywhere."""
+    return tuple(group_noise(value.group_bounds, value.group_dims, noise_multiplier).stds.tolist())
 
 
 def group_dims(tensors: Mapping[str, Tensor], members: Mapping[str, int], num_groups: int) -> tuple[int, ...]:

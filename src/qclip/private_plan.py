@@ -149,5 +149,5 @@ def _spent(plan: TrainingPlan) -> tuple[Spent, ...]:
     length, steps = plan.steps_per_epoch, plan.num_steps
     every = math.ceil(steps / length / MOST_ROWS)
     ends = [*range(every * length, steps, every * length), steps]
-    spent = accounting.spending(plan.noise_multiplier, plan.sample_rate, plan.delta)
+    spent = accounting.spending(plan.noise_multiplier, plan.sample_rate, plan.delta, plan.accountant)
     return tuple(Spent(done / length, done, spent(done)) for done in ends)

@@ -9,37 +9,26 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from qclip import _validate as check
-from qclip import accounting, checkpoint, mechanism, rows, theory
+from qclip import accounting, checkpoint, mechanism, rows, run_certificate, theory
 from qclip._transfer import sent
 from qclip.engine import ClippedGradients, Engine
 from qclip.engine.compiled import Compiled
 from qclip.engine.engine import Choice
 from qclip.guard import Guard
+from qclip.history import History, StepRecord
 from qclip.logical_batch import LogicalBatch, Noise
 from qclip.losses import PerExample
+from qclip.run_certificate import Departures
 from qclip.sampling import Ticket, TicketLoader, sampler
 from qclip.schedules import Schedule
 from qclip.thresholds import Conditions, Threshold
 from qclip.thresholds.threshold import at, describe
 from qclip.training_plan import TrainingPlan
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """A logical step, in public and released values only."""
-
-    step: int
-    tau: tuple[float, ...]
-    """The threshold of each group."""
-    noisy_unclipped: tuple[float, ...]
-    """The noisy fraction of examples left unclipped in each group; empty where the threshold does not ask for it."""
-    step_size: float
-    """The learning rate of the (first) optimizer's first group, over the threshold where steps are normalized."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +104,11 @@ class PrivateTraining:
         threshold.check(Conditions(plan.batch_size, plan.num_steps, plan.noise_multiplier, self._dims))
         self._physical_batch_size = physical_batch_size
         self._state = threshold.start(len(engine.groups))
-        self._history: list[StepRecord] = []
+        self._records: list[StepRecord] = []
+        self._history = History(self._records)
         self._logical: LogicalBatch | None = None
-        self._guard = Guard(engine.parameters, self._optimizers)
+        self._departures = Departures()
+        self._guard = Guard(engine.parameters, self._optimizers, applying=self._departures.see)
         self._random_states: dict[str, Any] | None = None
         self.epsilon_curve = accounting.EpsilonCurve(
             noise_multiplier=self._accounted,
@@ -156,7 +147,7 @@ class PrivateTraining:
     @property
     def finished(self) -> bool:
         """Whether every step of the plan is done: another pass would be refused."""
-        return len(self._history) == self._plan.num_steps
+        return len(self._records) == self._plan.num_steps
 
     @property
     def plan(self) -> TrainingPlan:
@@ -174,9 +165,9 @@ class PrivateTraining:
         return self._engine.groups.names
 
     @property
-    def history(self) -> tuple[StepRecord, ...]:
-        """A record for each logical step done."""
-        return tuple(self._history)
+    def history(self) -> History:
+        """A record for each logical step done: a view, read like a tuple, that grows with the run."""
+        return self._history
 
     @property
     def noise_multipliers(self) -> accounting.Split:
@@ -188,7 +179,7 @@ class PrivateTraining:
         return accounting.epsilon(
             noise_multiplier=self._accounted,
             sample_rate=self._plan.sample_rate,
-            steps=len(self._history),
+            steps=len(self._records),
             delta=self._plan.delta if delta is None else delta,
             accountant=self._plan.accountant,
         )
@@ -203,30 +194,29 @@ class PrivateTraining:
     ) -> theory.Bound:
         """What the run so far has achieved, by `qclip.theory.certificate`, from its own record.
 
-        For plain SGD (no momentum, no weight decay) and flat clipping at a threshold that counts unclipped examples;
-        refused otherwise. ``p_lo``: a lower bound on every step's unclipped fraction, where one is known; else the
-        record has to show one.
+        For what the theorem is about, and refused otherwise: plain SGD (no momentum, no weight decay) that applied
+        every gradient; step sizes that were fixed before the run, so not normalized ones, nor those of a function or a
+        scheduler that may react to it; flat clipping at a threshold that counts unclipped examples and does not look
+        at a step's own. ``p_lo``: a lower bound on every step's unclipped fraction, where one is known; else the record
+        has to show one.
         """
-        self._require_plain_sgd()
-        if len(self.groups) > 1:
-            raise check.refuse("groups", self.groups, "flat", "certify a run with one threshold")
-        if not self._history:
-            raise check.refuse("steps", 0, ">= 1", "train first: the certificate reads the record")
-        fraction_std = self._fraction_std()
-        fractions = [record.noisy_unclipped for record in self._history]
-        if not all(fractions):
-            remedy = "take a larger batch, so that no draw is empty"
-            raise check.refuse("unclipped fraction", "not known at every step", "recorded at every step", remedy)
-        return theory.certificate(
+        run_certificate.require_covered(
+            self._history,
+            self._threshold,
+            self._engine.parameters.values(),
+            step_size=self._step_size,
+            normalize=self._normalize,
+            departure=self._departures.so_far(applied=self._guard.applied),
+        )
+        return run_certificate.certify(
             assumptions,
-            [record.step_size for record in self._history],
-            [record.tau[0] for record in self._history],
-            [1 - fraction for (fraction,) in fractions],
-            batch_size=self._plan.batch_size,
-            noise_multiplier=self._split.gradient,
-            dim=self._dims,
+            self._history,
+            self._threshold,
+            self._plan,
+            count=self._threshold.ask(self._state, len(self._records)).count,
+            noise=self._split,
+            dims=self._dims,
             p_lo=p_lo,
-            fraction_std=fraction_std,
             confidence=confidence,
         )
 
@@ -266,8 +256,13 @@ class PrivateTraining:
         the noise could be subtracted. That of a complete run holds none.
         """
         if self._guard.pending:
-            remedy = "call optimizer.step() first: the step is charged, and its gradient is not saved"
-            raise check.refuse("released gradient", "not yet applied", "applied before the state is taken", remedy)
+            remedy = (
+                "call optimizer.step() first, or optimizer.zero_grad() to go on without it: the step is charged, and "
+                "its gradient is not saved"
+            )
+            raise check.refuse(
+                "released gradient", "not yet applied", "applied or thrown away before the state is taken", remedy
+            )
         seed = self.loader.sampler.seed
         between = self._logical is None and self.loader.tickets.front is None
         secrets = {
@@ -279,7 +274,8 @@ class PrivateTraining:
         return {
             **self._identity(),
             "threshold_state": self._state,
-            "history": [asdict(record) for record in self._history],
+            "history": [asdict(record) for record in self._records],
+            "departure": self._departures.so_far(applied=self._guard.applied),
             "secrets": None if self.finished else secrets,
         }
 
@@ -290,8 +286,9 @@ class PrivateTraining:
         self.loader.abandon()
         self._guard.clear()
         self.updated = False
-        self._history = [_record(row) for row in state["history"]]
+        self._records[:] = [_record(row) for row in state["history"]]  # in place: the history stays a view of it
         self._state = state["threshold_state"]
+        self._departures.begin(state["departure"])
         secrets = state["secrets"]
         if secrets is None:
             return
@@ -367,10 +364,10 @@ class PrivateTraining:
                 name, given, value = f"{part}[{key!r}]", mine.get(key), value.get(key)
             remedy = "make the training with the same arguments, or start a new run"
             raise check.refuse(name, given, f"{value!r}, as in the checkpoint", remedy)
-        if len(state["history"]) < len(self._history):
+        if len(state["history"]) < len(self._records):
             remedy = "make a new training to go back: the steps done since would be forgotten, but not their cost"
             raise check.refuse(
-                "steps of the state", len(state["history"]), f">= {len(self._history)}, those done", remedy
+                "steps of the state", len(state["history"]), f">= {len(self._records)}, those done", remedy
             )
 
     def _schedules(self) -> dict[str, list[float]]:
@@ -381,27 +378,6 @@ class PrivateTraining:
         return {name: [float(each(t)) for t in steps] for name, each in found.items() if callable(each)} | (
             {} if self._step_size is None or callable(self._step_size) else {"step_size": [float(self._step_size)]}
         )
-
-    def _require_plain_sgd(self) -> None:
-        plain = {"momentum": 0, "weight_decay": 0, "maximize": False}
-        for optimizer in self._optimizers:
-            settings = [group.get(name) for group in optimizer.param_groups for name in plain]
-            sizes = {float(group["lr"]) for o in self._optimizers for group in o.param_groups}
-            if type(optimizer) is not SGD or any(settings) or len(sizes) > 1:
-                remedy = "the theorem is about one step size, no momentum and no weight decay"
-                raise check.refuse("optimizer", type(optimizer).__name__, "plain SGD", remedy)
-
-    def _fraction_std(self) -> float:
-        """A bound on the standard deviation of a recorded fraction: who was sampled, and the noise."""
-        B = self._plan.batch_size
-        if not self._threshold.private:
-            return 0.5 / B**0.5
-        count = self._threshold.ask(self._state, len(self._history)).count
-        if count is None or any(len(radii) > 1 for radii in count.radii):  # extrapolated, or a sum of several
-            remedy = "take PrivateQuantile or GeometricQuantile, which count at the threshold itself"
-            name = type(self._threshold).__name__
-            raise check.refuse("threshold", name, "one that counts unclipped examples and no others", remedy)
-        return float(np.hypot(max(count.centre, 1 - count.centre) / B**0.5, self._split.counts * count.l2_bound / B))
 
     def _clip(self, batch: tuple[Any, ...]) -> tuple[Ticket, ClippedGradients]:
         whole = batch[0] if len(batch) == 1 else batch
@@ -438,7 +414,7 @@ class PrivateTraining:
     def _redeem(self, batch: Any) -> tuple[Ticket, LogicalBatch]:
         """The ticket of this batch, and the logical batch that it continues or begins."""
         self.updated = False
-        step = len(self._history)
+        step = len(self._records)
         self._refuse_past_plan(step)
         ticket = self.loader.tickets.redeem(batch)
         if self._logical is None or ticket.part == 0:
@@ -477,6 +453,7 @@ class PrivateTraining:
         """Add a physical batch to the sums; after the last one, release them."""
         logical = self._logical
         assert logical is not None
+        self._departures.begin(self._departures.so_far(applied=self._guard.applied))  # before the guard forgets
         self._guard.clear()
         logical.add(gradients, ticket.size, last=ticket.last)
         if ticket.last:
@@ -485,10 +462,10 @@ class PrivateTraining:
             self.updated = True
 
     def _release(self, logical: LogicalBatch) -> None:
-        step, parameters = len(self._history), self._engine.parameters
+        step, parameters = len(self._records), self._engine.parameters
         if logical.hopeless:
             self._refuse_hopeless(step)
-        gradient, counts = logical.gradient(self._engine.groups.members), logical.counts()
+        gradient, counts = logical.gradient(self._engine.groups.members, self._dims), logical.counts()
         scale = gradient.l2_bound if self._normalize else 1.0  # public, like everything it depends on
         divisor = self._plan.batch_size * scale
         noisy = mechanism.release(gradient, self._split.gradient, self._noise, divisor=divisor, like=parameters)
@@ -502,9 +479,10 @@ class PrivateTraining:
         state = self._threshold.update(self._state, step, answer)
         if self._step_size is not None:
             _set_step_size(self._optimizers, at(self._step_size, step))
-        step_size = float(self._optimizers[0].param_groups[0]["lr"]) / scale
+        rate = float(self._optimizers[0].param_groups[0]["lr"])
+        self._departures.expect(step, rate)
         # Charged before anyone can see it: an interruption between the two lines costs budget, not privacy.
-        self._history.append(StepRecord(step, logical.clip_norms, noisy_unclipped, step_size))
+        self._records.append(StepRecord(step, logical.clip_norms, noisy_unclipped, rate / scale))
         self._state = state
         self._guard.write(noisy)
 
@@ -521,7 +499,7 @@ class PrivateTraining:
 
     def _steps_of_pass(self) -> range:
         """The rest of the current epoch (of the plan, when it was given in steps)."""
-        done, length = len(self._history), self._plan.steps_per_pass
+        done, length = len(self._records), self._plan.steps_per_pass
         self._refuse_past_plan(done)
         return range(done, min((done // length + 1) * length, self._plan.num_steps))
 

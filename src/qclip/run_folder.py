@@ -15,6 +15,7 @@ from typing import Any
 
 from qclip import _validate as check
 from qclip.atomic import replacing
+from qclip.run_summary import Summary
 
 Line = dict[str, Any]
 
@@ -50,8 +51,8 @@ class RunFolder:
         """Whether a run was begun here."""
         return self.summary_file.exists() or self.checkpoint_file.exists() or self.metrics_file.exists()
 
-    def summary(self) -> Line:
-        """The contents of the summary; refused where there is none, or none that can be read."""
+    def summary(self) -> Summary:
+        """The summary; refused where there is none, or none that can be read."""
         remedy = "name the folder that `qclip train --out` wrote"
         try:
             found = json.loads(self.summary_file.read_text(encoding="utf-8"))
@@ -61,7 +62,7 @@ class RunFolder:
             raise check.refuse("summary.json", str(self.summary_file), "JSON, as it was written", remedy) from None
         if not isinstance(found, dict):
             raise check.refuse("summary.json", str(self.summary_file), "a JSON object", remedy)
-        return found
+        return Summary.from_json(found)
 
     def steps(self) -> list[Line]:
         """The lines of the logical steps, in order."""
@@ -107,9 +108,9 @@ class RunFolder:
             raise check.refuse("metrics.jsonl", f"with {steps} steps", f"of the checkpoint's {done}", remedy)
         _replace(self.metrics_file, "".join(_dumps(line) + "\n" for line in kept))
 
-    def write_summary(self, summary: Mapping[str, Any]) -> None:
+    def write_summary(self, summary: Summary) -> None:
         """Replace the summary."""
-        _replace(self.summary_file, _dumps(summary, indent=1) + "\n")
+        _replace(self.summary_file, _dumps(summary.as_json(), indent=1) + "\n")
 
     def _lines(self) -> list[Line]:
         """All lines; the last one is left out when it was torn by an interruption."""

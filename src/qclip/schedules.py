@@ -139,6 +139,17 @@ def coupled(
     return Coupled(Capped(gamma, p, assumptions, beta, c, form), p)
 
 
+def fixed(schedule: Schedule | float) -> bool:
+    """Whether its values are fixed before a run: a number, or a schedule of this module; another function may react.
+
+    >>> fixed(0.1), fixed(polynomial(1.0, -0.5)), fixed(lambda step: 0.1)
+    (True, True, False)
+    """
+    if not callable(schedule):
+        return True
+    return type(schedule) in (Polynomial, Unclipped, Capped) and all(map(fixed, vars(schedule).values()))
+
+
 def values(schedule: Schedule | float | Sequence[float] | Floats, steps: int) -> Floats:
     """The schedule's first ``steps`` values (a number is a constant schedule; one value per step is taken as it is).
 

@@ -92,14 +92,29 @@ def test_precisions(name, parameters, scores, tiny):
     assert seen == [scores]
 
 
+@pytest.mark.parametrize(
+    "chosen", [("none", "tf32", "tf32"), ("tf32", "ieee", "tf32")], ids=["default", "by its newer names"]
+)
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_settings_are_restored(name):
-    flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    precision = PRECISIONS[name]
-    with precision.settings():
-        inside = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-        assert inside == (flags if precision.tf32 is None else (precision.tf32, precision.tf32))
-    assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == flags
+def test_settings_are_restored(name, chosen):
+    """Once torch's newer names were used, the older ones may raise."""
+    switches = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+
+    def now():
+        return tuple(switch.fp32_precision for switch in switches)
+
+    def choose(settings):
+        for switch, setting in zip(switches, settings, strict=True):
+            switch.fp32_precision = setting
+
+    precision, before = PRECISIONS[name], now()
+    choose(chosen)
+    try:
+        with precision.settings():
+            assert now() == {None: chosen, True: ("tf32",) * 3, False: ("ieee",) * 3}[precision.tf32]
+        assert now() == chosen
+    finally:
+        choose(before)
 
 
 def test_an_unknown_dtype_is_refused():

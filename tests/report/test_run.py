@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from qclip.report import figures
 from qclip.report.record import read, short_names
 from qclip.report.run import write_report
 from qclip.run_folder import RunFolder
+from qclip.run_summary import Certificate
 from qclip.thresholds import PrivateQuantile
 from qclip.thresholds.threshold import describe
 
@@ -72,7 +74,7 @@ def test_an_unfinished_run_says_how_far_it_came(tmp_path):
 
 def test_steps_after_the_last_summary_are_paid_for(tmp_path):
     folder = RunFolder(made_run(tmp_path, steps=30, finished=False, num_steps=40))
-    folder.write_summary(folder.summary() | {"steps": 20, "epsilon": 0.5 * np.sqrt(20)})
+    folder.write_summary(replace(folder.summary(), steps=20, epsilon=0.5 * np.sqrt(20)))
     record = read(tmp_path)
     assert record.done == 30
     assert record.epsilon == pytest.approx(0.5 * np.sqrt(30))
@@ -98,11 +100,11 @@ def test_fifty_groups_are_drawn_and_listed(tmp_path):
 
 
 def test_the_certificate_and_its_refusal(tmp_path):
-    terms = {"total": 0.6, "optimisation": 0.3, "variance": 0.2, "bias": 0.1, "confidence": 0.95}
+    terms = Certificate(total=0.6, optimisation=0.3, variance=0.2, bias=0.1, confidence=0.95)
     html = text_of(write_report(made_run(tmp_path / "a", certificate=terms)))
     assert "95%" in html
     assert '<td>variance</td><td class="number">0.2</td>' in html
-    html = text_of(write_report(made_run(tmp_path / "b", certificate={"refused": "the steps are > 1/L"})))
+    html = text_of(write_report(made_run(tmp_path / "b", certificate_refused="the steps are > 1/L")))
     assert "no certificate: the steps are &gt; 1/L" in html
 
 
@@ -164,6 +166,13 @@ def test_missing_files_are_named(tmp_path):
 def test_a_broken_line_is_named(tmp_path, text, message):
     rewrite_line(made_run(tmp_path), 3, text)
     with pytest.raises(ValueError, match=message):
+        read(tmp_path)
+
+
+def test_thresholds_of_other_groups_than_the_summary_s_are_named(tmp_path):
+    folder = RunFolder(made_run(tmp_path))
+    folder.write_summary(replace(folder.summary(), groups=["a", "b"]))
+    with pytest.raises(ValueError, match=r"step = 0 must be with the thresholds of 2 groups, those of summary\.json"):
         read(tmp_path)
 
 

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -13,9 +14,11 @@ from rich.console import Console
 
 from qclip import checkpoint, theory
 from qclip.run_folder import RunFolder
+from qclip.run_summary import Certificate
+from qclip.thresholds import GeometricQuantile
 from qclip.trainer.interrupt import Interrupt
 from qclip.trainer.loop import train
-from qclip.trainer.run import resume, start
+from qclip.trainer.run import QUANTILES, resume, start
 from qclip.trainer.screen import Screen
 from qclip.trainer.settings import Settings
 
@@ -90,8 +93,8 @@ def same(run, other):
     for mine, others in zip(run.model.state_dict().values(), other.model.state_dict().values(), strict=True):
         torch.testing.assert_close(mine, others, rtol=0, atol=0)
     assert run.folder.metrics_file.read_bytes() == other.folder.metrics_file.read_bytes()
-    drop = {"seconds": 0, "seeded": None}
-    assert run.folder.summary() | drop == other.folder.summary() | drop
+    mine, others = (replace(each.folder.summary(), seconds=0.0, seeded=False) for each in (run, other))
+    assert mine == others
 
 
 def test_the_folder_of_a_run(settings, tmp_path):
@@ -104,19 +107,19 @@ def test_the_folder_of_a_run(settings, tmp_path):
     assert [tuple(line["tau"]) for line in steps] == [record.tau for record in run.training.history]
     assert [(line["step"], line["epoch"]) for line in scores] == [(4, 1), (8, 2), (12, 3)]
     assert scores == screen.scores
-    assert summary["epsilon"] == run.training.epsilon() == pytest.approx(steps[-1]["epsilon"])
+    assert summary.epsilon == run.training.epsilon() == pytest.approx(steps[-1]["epsilon"])
     assert all(a["epsilon"] <= b["epsilon"] for a, b in pairwise(steps))
-    assert summary["held_out"] == scores[-1]["held_out"] == run.task.score(run.model)
-    assert summary["accuracy"] == summary["held_out"]["accuracy"]
+    assert summary.held_out == scores[-1]["held_out"] == run.task.score(run.model)
+    assert summary.accuracy == summary.held_out["accuracy"]
     expected = {
         "finished": True, "private": True, "steps": STEPS, "num_steps": STEPS, "examples": 400, "batch_size": 100,
         "sample_rate": 0.25, "noise_multiplier": NOISE, "delta": 1e-3, "task": "points", "certificate": None,
         "seeded": True,
     }  # fmt: skip
-    assert {key: summary[key] for key in expected} == expected
-    assert summary["threshold"]["name"] == "PrivateQuantile"
-    assert summary["parameters"] == sum(p.numel() for p in run.model.parameters())
-    assert summary["gradient_noise_multiplier"] >= NOISE
+    assert {key: getattr(summary, key) for key in expected} == expected
+    assert summary.threshold["name"] == "PrivateQuantile"
+    assert summary.parameters == sum(p.numel() for p in run.model.parameters())
+    assert summary.gradient_noise_multiplier >= NOISE
 
 
 @pytest.mark.parametrize("stop_at", [0, 3, 5, 10])
@@ -125,9 +128,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(settings, uninterrupted, tm
     done, _ = go(start(settings, folder), stop_at=stop_at)
     assert not done
     summary = folder.summary()
-    assert (summary["steps"], summary["finished"]) == (stop_at + 1, False)
+    assert (summary.steps, summary.finished) == (stop_at + 1, False)
     taken_up = resume(Settings(), folder)
-    assert summary["epsilon"] == taken_up.training.epsilon()
+    assert summary.epsilon == taken_up.training.epsilon()
     assert go(taken_up)[0]
     same(taken_up, uninterrupted)
 
@@ -172,7 +175,7 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(settings, uninte
 def test_a_run_killed_between_its_last_checkpoint_and_its_summary_is_completed(settings, uninterrupted, tmp_path):
     folder = RunFolder(tmp_path / "parts")
     run = whole(settings, folder.path)
-    folder.write_summary(folder.summary() | {"finished": False, "steps": 8})
+    folder.write_summary(replace(folder.summary(), finished=False, steps=8))
     run = resume(Settings(), folder)
     assert go(run)[0]
     same(run, uninterrupted)
@@ -236,27 +239,25 @@ def test_it_learns(settings, tmp_path):
 
 def test_without_noise_epsilon_is_infinite_and_written_as_null(settings, tmp_path):
     summary = whole(replace(settings, noise_multiplier=0.0), tmp_path).folder.summary()
-    assert (summary["epsilon"], summary["private"]) == (None, False)
+    assert (summary.epsilon, summary.private) == (None, False)
     assert all(line["epsilon"] is None for line in RunFolder(tmp_path).steps())
 
 
-def test_the_certificate_of_a_run(settings, tmp_path):
-    asked = replace(settings, noise_multiplier=0.0, threshold="exact", lr=0.05, L=1.0, sigma=1.0, gap=1.0)
-    run = whole(asked, tmp_path)
-    found = run.folder.summary()["certificate"]
+def test_the_certificate_of_a_run(settings, tmp_path, monkeypatch):
+    monkeypatch.setitem(QUANTILES, "geometric", partial(GeometricQuantile, initial=3.0))  # near the quantile
+    asked = replace(settings, noise_multiplier=0.0, threshold="geometric", lr=0.05, L=1.0, sigma=1.0, gap=1.0)
+    run = whole(replace(asked, plain_steps=True), tmp_path)
+    found = run.folder.summary().certificate
     bound = run.training.certificate(theory.Assumptions(L=1, sigma=1, q=2, gap=1))
-    assert found == {
-        "total": bound.total, "optimisation": bound.optimisation, "variance": bound.variance, "bias": bound.bias,
-        "confidence": 0.95,
-    }  # fmt: skip
+    assert found == Certificate(bound.total, bound.optimisation, bound.variance, bound.bias, confidence=0.95)
 
 
 def test_a_certificate_that_cannot_be_had_does_not_cost_the_run(settings, tmp_path):
-    run = whole(replace(settings, L=1e9, sigma=1.0, gap=1.0), tmp_path)
+    run = whole(replace(settings, L=1.0, sigma=1.0, gap=1.0), tmp_path)
     summary = run.folder.summary()
-    assert summary["finished"]
-    assert summary["certificate"] is None
-    assert "must be" in summary["certificate_refused"]
+    assert summary.finished
+    assert summary.certificate is None
+    assert "normalize = True must be False" in summary.certificate_refused
 
 
 def test_parameters_that_are_lost_stop_the_run_and_keep_its_checkpoint(settings, uninterrupted, tmp_path):
@@ -268,7 +269,7 @@ def test_parameters_that_are_lost_stop_the_run_and_keep_its_checkpoint(settings,
         next(run.model.parameters())[0] = math.inf
     with pytest.raises(ValueError, match=r"not finite|finite; .*lower"):
         go(run)
-    assert (folder.summary()["steps"], folder.summary()["finished"]) == (5, False)
+    assert (folder.summary().steps, folder.summary().finished) == (5, False)
     good = resume(Settings(), folder)
     assert all(p.isfinite().all() for p in good.model.parameters())
     go(good)
@@ -278,7 +279,7 @@ def test_parameters_that_are_lost_stop_the_run_and_keep_its_checkpoint(settings,
 def test_a_step_size_that_makes_the_parameters_overflow_is_named(settings, tmp_path):
     with pytest.raises(ValueError, match=r"must be finite; .*lower --lr than 1e\+38"):
         whole(replace(settings, lr=1e38, plain_steps=True, threshold="constant", tau=100.0, p=None), tmp_path)
-    assert RunFolder(tmp_path).summary()["steps"] == 0
+    assert RunFolder(tmp_path).summary().steps == 0
     assert RunFolder(tmp_path).checkpoint_file.exists()
 
 
@@ -288,7 +289,7 @@ def test_a_held_out_loss_that_is_not_finite_stops_the_run(settings, tmp_path):
     with pytest.raises(ValueError, match=r"held-out loss = nan must be finite; .*lower --lr"):
         go(run)
     assert RunFolder(tmp_path).scores() == []
-    assert RunFolder(tmp_path).summary()["steps"] == 0
+    assert RunFolder(tmp_path).summary().steps == 0
 
 
 def test_a_training_example_without_a_finite_loss_is_mentioned_and_trained_past(settings, tmp_path):

@@ -1,11 +1,13 @@
 """Setting up a run: what is refused before any training, and what a refusal leaves as it was."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from made_runs import made_summary
 from qclip import data
 from qclip.run_folder import RunFolder
 from qclip.trainer.run import free_folder, resume, start
@@ -23,7 +25,7 @@ def finished(tmp_path):
     folder.prepare()
     folder.append({"step": 0})
     folder.checkpoint_file.write_bytes(b"weights")
-    folder.write_summary({"finished": True})
+    folder.write_summary(made_summary(finished=True))
     return folder
 
 
@@ -43,10 +45,10 @@ def test_another_run_is_not_written_over(settings, finished):
     before = contents(finished)
     with pytest.raises(ValueError, match=r"--out = .* holds a finished one; resume it"):
         start(settings, finished)
-    finished.write_summary({"finished": False})
+    finished.write_summary(made_summary(finished=False))
     with pytest.raises(ValueError, match="holds an unfinished one"):
         start(settings, finished)
-    finished.write_summary({"finished": True})
+    finished.write_summary(made_summary(finished=True))
     assert contents(finished) == before
 
 
@@ -80,7 +82,8 @@ def test_a_finished_run_is_not_resumed_and_a_folder_without_one_is_named(finishe
         resume(Settings(), finished)
     with pytest.raises(ValueError, match=r"folder = .*empty.* must be of a run"):
         resume(Settings(), RunFolder(tmp_path / "empty"))
-    finished.write_summary({"finished": False})
+    whole = made_summary(finished=False).as_json()
+    finished.summary_file.write_text(json.dumps({key: whole[key] for key in whole if key != "settings"}))
     with pytest.raises(ValueError, match=r"summary\.json = 'without settings' must be"):
         resume(Settings(), finished)
 
@@ -113,6 +116,6 @@ def test_where_no_folder_is_named_a_free_one_is_taken(tmp_path, monkeypatch):
     first = free_folder(Settings(data="x/points.csv.gz"))
     assert first.path.as_posix() == "out/points"
     first.prepare()
-    first.write_summary({})
+    first.write_summary(made_summary())
     assert free_folder(Settings(data="points.csv")).path.as_posix() == "out/points-2"
     assert free_folder(Settings()).path.as_posix() == "out/digits"

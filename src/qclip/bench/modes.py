@@ -49,6 +49,7 @@ def qclip(
     # As in a private run, which does not wait for the device before the end of a logical batch.
     clipped = engine.clipped if compile_mode is None else partial(Compiled(engine, compile_mode).clipped, wait=False)
     generator = torch.Generator(workload.device).manual_seed(0)
+    dims = mechanism.group_dims(engine.parameters, engine.groups.members, len(engine.groups))
 
     def evaluate(batch: Batch) -> Tensor:
         return workload.losses(workload.model, batch)
@@ -56,7 +57,7 @@ def qclip(
     def step() -> None:
         optimizer.zero_grad()
         result = clipped(evaluate, workload.batch, CLIP_NORM)
-        raw_sum = mechanism.BoundedSum(result.sums, engine.groups.members, result.clip_norms)
+        raw_sum = mechanism.BoundedSum(result.sums, engine.groups.members, result.clip_norms, dims)
         noisy = mechanism.release(
             raw_sum, NOISE_MULTIPLIER, generator, divisor=workload.case.batch, like=engine.parameters
         )

@@ -1,13 +1,13 @@
 """Precisions: what numbers a step computes with."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from qclip import _validate as check
+from qclip.engine import tf32
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,9 @@ class Precision:
         """Around forward pass and loss."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.mixed)
 
-    @contextmanager
-    def settings(self) -> Iterator[None]:
+    def settings(self) -> AbstractContextManager[None]:
         """Torch's settings for float32 products, and then as they were."""
-        before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-        now = before if self.tf32 is None else (self.tf32, self.tf32)
-        try:
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = now
-            yield
-        finally:
-            torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+        return nullcontext() if self.tf32 is None else tf32.using("tf32" if self.tf32 else "ieee")
 
 
 PRECISIONS = {

@@ -112,7 +112,7 @@ def _say_how_to_resume(console: Console, folder: RunFolder) -> None:
     if not folder.summary_file.exists():
         console.print("stopped before the first step", highlight=False)
         return
-    console.print(f"stopped after step {folder.summary()['steps']}; to go on:", highlight=False)
+    console.print(f"stopped after step {folder.summary().steps}; to go on:", highlight=False)
     command = shlex.join(["qclip", "train", "--resume", "--out", str(folder.path)])
     console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
@@ -124,14 +124,14 @@ def _say_result(console: Console, run: "Run") -> None:
     table = Table(show_header=False)
     for name, value in run.held_out.items():
         table.add_row(f"held-out {name}", f"{value:.4f}")
-    spent = math.inf if summary["epsilon"] is None else summary["epsilon"]
-    table.add_row("epsilon", f"{spent:.5g} at delta {summary['delta']:.3g}" if summary["private"] else "infinite")
+    spent = math.inf if summary.epsilon is None else summary.epsilon
+    table.add_row("epsilon", f"{spent:.5g} at delta {summary.delta:.3g}" if summary.private else "infinite")
     table.add_row("tau at the end", span(run.training.history[-1].tau))
-    if summary["certificate"] is not None:
-        table.add_row("certificate", f"mean of E||grad f||^2 <= {summary['certificate']['total']:.4g}")
-    elif "certificate_refused" in summary:
-        table.add_row("no certificate", escape(summary["certificate_refused"]))
-    table.add_row("seconds", f"{summary['seconds']:.0f}")
+    if summary.certificate is not None:
+        table.add_row("certificate", f"mean of E||grad f||^2 <= {summary.certificate.total:.4g}")
+    if summary.certificate_refused is not None:
+        table.add_row("no certificate", escape(summary.certificate_refused))
+    table.add_row("seconds", f"{summary.seconds:.0f}")
     console.print(table)
     try:
         from qclip.report.run import write_report

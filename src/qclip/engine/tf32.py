@@ -6,7 +6,7 @@ used.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -37,16 +37,26 @@ def off() -> AbstractContextManager[None]:
 
 
 @contextmanager
+def using(setting: Literal["tf32", "ieee"]) -> Iterator[None]:
+    """Everything uses it meanwhile, or nothing does; then as before."""
+    before = _now()
+    try:
+        for switch in _switches():
+            switch.fp32_precision = setting
+        yield
+    finally:
+        for switch, chosen in zip(_switches(), before, strict=True):
+            switch.fp32_precision = chosen
+
+
+@contextmanager
 def _all_exact() -> Iterator[None]:
     global _chosen  # noqa: PLW0603 - torch's setting is global
     _chosen = _now()
     try:
-        for switch in _switches():
-            switch.fp32_precision = "ieee"
-        yield
+        with using("ieee"):
+            yield
     finally:
-        for switch, setting in zip(_switches(), _chosen, strict=True):
-            switch.fp32_precision = setting
         _chosen = None
 
 

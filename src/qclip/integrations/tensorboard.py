@@ -3,7 +3,8 @@
 from typing import Protocol
 
 from qclip import _validate as check
-from qclip.private_training import PrivateTraining, StepRecord
+from qclip.history import StepRecord
+from qclip.private_training import PrivateTraining
 
 
 class Writer(Protocol):

@@ -33,8 +33,7 @@ class Comparison:
 
     def differences(self) -> dict[str, str]:
         """The settings in which the runs differ: each value, and the runs that have it."""
-        settings = {name: record.summary.get("settings") for name, record in self.runs.items()}
-        known = {name: given for name, given in settings.items() if isinstance(given, dict)}
+        known = {name: record.summary.settings for name, record in self.runs.items()}
         names = dict.fromkeys(key for given in known.values() for key in given if key not in UNCOMPARED)
         texts = {key: {run: words.plain(given.get(key)) or "none" for run, given in known.items()} for key in names}
         return {key: _grouped(text) for key, text in texts.items() if len(set(text.values())) > 1}
@@ -49,18 +48,18 @@ class Comparison:
     def _row(self, record: Record) -> Row:
         summary = record.summary
         return {
-            "task": words.plain(summary.get("task")),
+            "task": words.plain(summary.task),
             "threshold": words.threshold(record),
             "p": words.quantile(record),
             "groups": words.plain(len(record.groups)) if len(record.steps) else "",
-            "batch": words.plain(summary.get("batch_size")),
+            "batch": words.plain(summary.batch_size),
             "steps": words.steps(record),
             "epochs": words.number(words.epochs(record)),
-            "noise": words.number(summary.get("noise_multiplier")),
+            "noise": words.number(summary.noise_multiplier),
             "epsilon": words.epsilon(record.epsilon),
-            "delta": words.number(summary.get("delta")),
+            "delta": words.number(summary.delta),
             **{name: words.number(record.last(name)) if name in record.metrics[:1] else "" for name in self.metrics},
-            "seconds": words.number(summary.get("seconds")),
+            "seconds": words.number(summary.seconds),
         }
 
 
@@ -96,7 +95,6 @@ def _grouped(texts: Mapping[str, str]) -> str:
 
 
 def _as_json(name: str, record: Record) -> dict[str, Any]:
-    summary = record.summary
     keys = ("task", "batch_size", "noise_multiplier", "delta", "accuracy", "held_out", "seconds", "num_steps")
     targets = record.targets
     return {
@@ -111,5 +109,5 @@ def _as_json(name: str, record: Record) -> dict[str, Any]:
         "groups": len(record.groups),
         "epochs": words.epochs(record),
         "last_tau": record.taus[-1].tolist() if len(record.steps) else [],
-        **{key: summary.get(key) for key in keys},
+        **{key: getattr(record.summary, key) for key in keys},
     }

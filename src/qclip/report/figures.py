@@ -63,9 +63,8 @@ def epsilon_spent(record: Record) -> Figure:
     budget = budget_of(record)
     if budget is not None:
         ax.axhline(budget, linestyle="--", color=RED, linewidth=1.1, label=f"budget {budget:g}")
-    planned = record.summary.get("num_steps")
-    if isinstance(planned, int):
-        ax.set_xlim(-0.03 * planned, 1.03 * planned)  # a run that is not finished shows what lies ahead
+    planned = record.summary.num_steps
+    ax.set_xlim(-0.03 * planned, 1.03 * planned)  # a run that is not finished shows what lies ahead
     ax.set_ylim(bottom=0)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     label(ax, "steps done", "epsilon", legend=False)
@@ -89,8 +88,7 @@ def held_out(record: Record) -> Figure:
 
 def budget_of(record: Record) -> float | None:
     """The epsilon that the run was to keep to, where it was given one."""
-    settings = record.summary.get("settings")
-    budget = settings.get("epsilon") if isinstance(settings, dict) else None
+    budget = record.summary.settings.get("epsilon")
     return float(budget) if isinstance(budget, int | float) else None
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.run_folder import Line, RunFolder
+from qclip.run_summary import Summary
 from qclip.schedules import Polynomial, Schedule, Unclipped, values
 
 INTACT = "put back the file as the run wrote it"
@@ -34,7 +35,7 @@ class Record:
     """A run: n steps of K groups, and its held-out scores."""
 
     folder: Path
-    summary: Mapping[str, Any]
+    summary: Summary
     steps: Floats
     """[n], counted from 0."""
     taus: Floats
@@ -48,44 +49,35 @@ class Record:
     @property
     def private(self) -> bool:
         """Whether the run has a guarantee."""
-        return self.summary.get("epsilon") is not None and self.summary.get("private", True) is not False
+        return self.summary.private and self.summary.epsilon is not None
 
     @property
     def done(self) -> int:
         """The steps done: a run that was killed may have recorded more of them than its last summary knows."""
         last = int(self.steps[-1]) + 1 if len(self.steps) else 0
-        return max(last, self._summarised)
+        return max(last, self.summary.steps)
 
     @property
     def finished(self) -> bool:
         """Whether the run came to its end."""
-        return self.summary.get("finished") is True
+        return self.summary.finished
 
     @property
     def epsilon(self) -> float:
         """Spent by the steps done."""
-        if not self.private:
+        if not self.summary.private or self.summary.epsilon is None:
             return math.inf
-        return float(self.summary["epsilon"] if self.done == self._summarised else self.epsilons[-1])
-
-    @property
-    def _summarised(self) -> int:
-        steps = self.summary.get("steps")
-        return steps if isinstance(steps, int) else 0
+        return self.summary.epsilon if self.done == self.summary.steps else float(self.epsilons[-1])
 
     @property
     def groups(self) -> list[str]:
         """A name for each group."""
-        names, count = self.summary.get("groups"), self.taus.shape[1]
-        if isinstance(names, list) and len(names) == count:
-            return [str(name) for name in names]
-        return [f"group {index}" for index in range(count)]
+        return self.summary.groups
 
     @property
     def threshold(self) -> Mapping[str, Any]:
         """The threshold's name and its settings."""
-        found = self.summary.get("threshold")
-        return found if isinstance(found, Mapping) else {}
+        return self.summary.threshold
 
     @property
     def asked(self) -> bool:
@@ -123,6 +115,9 @@ def read(folder: Path) -> Record:
         raise check.refuse("metrics.jsonl", str(files.metrics_file), "there, beside summary.json", INTACT)
     lines = {_step(line, files): line for line in files.steps()}  # of a step that was written twice the later counts
     taus = _matrix(lines, "tau", files)
+    if lines and taus.shape[1] != len(summary.groups):
+        bound = f"with the thresholds of {len(summary.groups)} groups, those of summary.json"
+        raise _broken(files, next(iter(lines)), bound)
     if not (taus > 0).all():  # a NaN is not
         bad = list(lines)[int(np.argmin((taus > 0).all(axis=1)))]
         raise _broken(files, bad, "with positive thresholds")

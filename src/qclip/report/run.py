@@ -57,9 +57,8 @@ def caption(*sentences: str) -> str:
 
 def _body(record: Record) -> Iterator[str]:
     summary = record.summary
-    title = escape(str(summary.get("task", record.folder.resolve().name)))
-    yield f"<h1>Training on {title}</h1>"
-    yield f'<p class="lead">{escape(str(summary.get("description") or ""))}</p>'
+    yield f"<h1>Training on {escape(summary.task)}</h1>"
+    yield f'<p class="lead">{escape(summary.description)}</p>'
     yield _headline(record)
     yield from (f'<p class="note">{note}</p>' for note in _notes(record))
     if len(record.steps):
@@ -73,7 +72,7 @@ def _body(record: Record) -> Iterator[str]:
 
 def _headline(record: Record) -> str:
     cards = [(words.number(record.last(metric)), f"held-out {escape(metric)}") for metric in record.metrics[:1]]
-    delta = words.number(record.summary.get("delta"))
+    delta = words.number(record.summary.delta)
     cards.append((f"ε = {words.epsilon(record.epsilon)}", f"spent, at δ = {delta}" if record.private else "no privacy"))
     if len(record.steps):
         p = words.quantile(record)
@@ -91,7 +90,7 @@ def _notes(record: Record) -> Iterator[str]:
             "This run is <b>not private</b>: it added no noise, or its threshold looked at the data. "
             "Do not release the model where the data must stay secret."
         )
-    elif record.summary.get("seeded"):
+    elif record.summary.seeded:
         yield "The random numbers came from a seed that was given: whoever knows it can take the noise away again."
 
 
@@ -142,7 +141,7 @@ def _unclipped(record: Record) -> Iterator[str]:
 def _epsilon(record: Record) -> Iterator[str]:
     if not record.private:
         return
-    delta = words.number(record.summary.get("delta"))
+    delta = words.number(record.summary.delta)
     yield "<h2>The privacy spent</h2>"
     yield caption(
         "Whether or not any one example was in the data, nothing that the run released becomes more than",
@@ -165,48 +164,42 @@ def _held_out(record: Record) -> Iterator[str]:
 
 
 def _certificate(record: Record) -> Iterator[str]:
-    found = record.summary.get("certificate")
-    if not isinstance(found, dict):
+    found, refused = record.summary.certificate, record.summary.certificate_refused
+    if found is None and refused is None:
         return
     yield "<h2>What the run is known to have achieved</h2>"
-    if "refused" in found:
-        yield caption(f"There is no certificate: {escape(str(found['refused']))}")
+    if found is None:
+        yield caption(f"There is no certificate: {escape(str(refused))}")
         return
-    confidence = found.get("confidence")
-    surely = f", with a confidence of {confidence:.0%} in the noisy fractions" if isinstance(confidence, float) else ""
+    surely = f", with a confidence of {found.confidence:.0%} in the noisy fractions"
     yield caption(
         "A bound on the squared length of the true gradient, its mean over the steps and over runs: 0 is a stationary",
         f"point. It follows{surely}, from the thresholds recorded above and from the smoothness, the noise and the gap",
         "that were given for the problem: it is as true as they are.",
     )
-    rows = [(name, words.number(found[name]), text) for name, text in TERMS.items() if name in found]
+    rows = [(name, words.number(getattr(found, name)), text) for name, text in TERMS.items()]
     yield page.table(("term", "bound", "what it is"), rows)
 
 
 def _facts(record: Record) -> Iterator[str]:
     summary = record.summary
     yield "<h2>The run</h2>"
-    z, gradient = summary.get("noise_multiplier"), summary.get("gradient_noise_multiplier")
-    noise = f"{words.number(z)} in all, {words.number(gradient)} on the gradient" if gradient else words.number(z)
-    rate = words.number(summary.get("sample_rate"))
+    z, gradient = words.number(summary.noise_multiplier), words.number(summary.gradient_noise_multiplier)
+    rate = words.number(summary.sample_rate)
     known = {
-        "examples": words.plain(summary.get("examples")),
-        "expected batch size": words.plain(summary.get("batch_size")) + (f" (each joins with {rate})" if rate else ""),
+        "examples": words.plain(summary.examples),
+        "expected batch size": f"{words.plain(summary.batch_size)} (each joins with {rate})",
         "steps": words.steps(record),
         "epochs": words.number(words.epochs(record)),
-        "noise multiplier": noise,
-        "trainable parameters": words.plain(summary.get("parameters")),
+        "noise multiplier": f"{z} in all, {gradient} on the gradient",
+        "trainable parameters": words.plain(summary.parameters),
         "groups": words.plain(len(record.groups)) if len(record.steps) else "",
         "threshold": words.threshold_settings(record),
-        "seconds": words.plain(summary.get("seconds")),
+        "seconds": words.plain(summary.seconds),
     }
     yield page.definitions(known.items())
-    settings, versions = summary.get("settings"), summary.get("versions")
-    if isinstance(settings, dict):
-        shown = [(key.replace("_", " "), words.plain(value)) for key, value in settings.items()]
-        yield f"<h2>Settings</h2>{page.definitions(shown)}"
-    if summary.get("command"):
-        yield f"<h2>Command</h2><pre>{escape(str(summary['command']))}</pre>"
-    if isinstance(versions, dict):
-        told = ", ".join(f"{name} {version}" for name, version in versions.items())
-        yield f'<p class="facts">{escape(told)}</p>'
+    shown = [(key.replace("_", " "), words.plain(value)) for key, value in summary.settings.items()]
+    yield f"<h2>Settings</h2>{page.definitions(shown)}"
+    yield f"<h2>Command</h2><pre>{escape(summary.command)}</pre>"
+    told = ", ".join(f"{name} {version}" for name, version in summary.versions.items())
+    yield f'<p class="facts">{escape(told)}</p>'

@@ -85,14 +85,13 @@ def taus(record: Record) -> str:
 
 def steps(record: Record) -> str:
     """The steps done, and of how many where there are more to do."""
-    done, planned = plain(record.done), plain(record.summary.get("num_steps"))
-    return done if record.finished or not planned else f"{done} of {planned}"
+    done, planned = plain(record.done), plain(record.summary.num_steps)
+    return done if record.finished else f"{done} of {planned}"
 
 
-def epochs(record: Record) -> float | None:
+def epochs(record: Record) -> float:
     """The epochs that the run was given, when it finished them; else how often each example was used on average."""
-    settings = record.summary.get("settings")
-    if record.finished and isinstance(settings, dict) and isinstance(settings.get("epochs"), int):
-        return settings["epochs"]
-    rate = record.summary.get("sample_rate")
-    return round(record.done * rate, 2) if isinstance(rate, int | float) else None
+    given = record.summary.settings.get("epochs")
+    if record.finished and isinstance(given, int):
+        return given
+    return round(record.done * record.summary.sample_rate, 2)

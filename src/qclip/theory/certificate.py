@@ -31,12 +31,13 @@ def certificate(
     No power of 1/(1-p) enters: the recorded tau_t stand where the theorem has to bound them, and only the
     gamma-weighted mean of the clipped fraction matters.
 
-    ``taus[t]`` was fixed before step t; ``clipped_fractions[t]`` estimates ``P(||g|| > tau_t)`` with standard deviation
-    ``fraction_std`` (scalar or per step; its sampling and its privacy noise together). Noisy fractions are widened so
-    that, with probability ``confidence``, the mean fraction and every ``p_lo`` hold at once. ``p_lo``: a lower bound on
-    every unclipped fraction, where one is known. ``beta``: the theorem's constant, at most p_lo; the best one for this
-    record when left out (fix it beforehand for an exact statement about the expectation when records differ between
-    runs). With groups, ``taus`` and ``clipped_fractions`` are [steps, groups] and ``dim`` has one entry per group.
+    ``gammas`` were fixed before the run, ``taus[t]`` before step t; ``clipped_fractions[t]`` estimates
+    ``P(||g|| > tau_t)`` with standard deviation ``fraction_std`` (scalar or per step; its sampling and its privacy
+    noise together). Noisy fractions are widened so that, with probability ``confidence``, the mean fraction and every
+    ``p_lo`` hold at once. ``p_lo``: a lower bound on every unclipped fraction, where one is known. ``beta``: the
+    theorem's constant, at most p_lo; the best one for this record when left out (fix it beforehand for an exact
+    statement about the expectation when records differ between runs). With groups, ``taus`` and ``clipped_fractions``
+    are [steps, groups] and ``dim`` has one entry per group.
 
     It bounds the expectation over runs. `Bound.one_run` is what a single run satisfies when the record hardly varies
     between runs (docs/theory.md has the exact statement).

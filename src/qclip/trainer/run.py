@@ -59,7 +59,7 @@ def start(given: Settings, folder: RunFolder, *, overwrite: bool = False) -> Run
     """Set up a new run. Nothing in the folder changes before all of it is known to work."""
     given.check()
     if folder.holds_run and not overwrite:
-        state = "a finished" if folder.summary_file.exists() and folder.summary().get("finished") else "an unfinished"
+        state = "a finished" if folder.summary_file.exists() and folder.summary().finished else "an unfinished"
         remedy = "resume it (--resume), replace it (--overwrite), or choose another folder"
         raise check.refuse("--out", str(folder.path), f"without a run in it, and holds {state} one", remedy)
     folder.refuse_unwritable()
@@ -75,26 +75,22 @@ def start(given: Settings, folder: RunFolder, *, overwrite: bool = False) -> Run
 def resume(given: Settings, folder: RunFolder) -> Run:
     """Take up the run of this folder where its checkpoint left it; settings that contradict it are refused."""
     summary = folder.summary()
-    if summary.get("finished"):
+    if summary.finished:
         remedy = "there is nothing left to do; start another run in another --out, or replace it (--overwrite)"
         raise check.refuse("--out", str(folder.path), "of a run that is not finished, to resume it", remedy)
-    missing = [key for key in ("settings", "description", "seconds") if key not in summary]
-    if missing:
-        remedy = "put back the file as the run wrote it"
-        raise check.refuse("summary.json", f"without {missing[0]}", "that of a run", remedy)
-    settings = agreed(given, from_public(summary["settings"]))
+    settings = agreed(given, from_public(summary.settings))
     folder.refuse_unwritable()
     task = _load(settings)
-    if task.description != summary["description"]:
+    if task.description != summary.description:
         remedy = "put back the data that the run began with"
-        raise check.refuse("data", task.description, f"{summary['description']!r}, to resume the run", remedy)
+        raise check.refuse("data", task.description, f"{summary.description!r}, to resume the run", remedy)
     run = _build(settings, task, folder)
     run.training.load(folder.checkpoint_file)
     folder.truncate(len(run.training.history))
     scores = folder.scores()
     run.held_out = scores[-1]["held_out"] if scores else {}
-    run.seconds_before = summary["seconds"]
-    run.seeded = bool(summary.get("seeded"))
+    run.seconds_before = summary.seconds
+    run.seeded = summary.seeded
     return run
 
 

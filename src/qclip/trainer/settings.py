@@ -86,7 +86,7 @@ class Settings:
     """Write the training loss to metrics.jsonl: it is not private."""
 
     L: Annotated[float | None, tyro.conf.arg(name="L", metavar="FLOAT", help_behavior_hint="(default: none)")] = None
-    """Smoothness of the objective; with --sigma and --gap, for the certificate of the run."""
+    """Smoothness of the objective; with --sigma, --gap and --plain-steps, for the certificate of the run."""
     sigma: Annotated[float | None, _option("FLOAT")] = None
     """Bound on the q-th moment of the gradient noise, for the certificate."""
     gap: Annotated[float | None, _option("FLOAT")] = None
