@@ -71,16 +71,16 @@ def usual(case: Case, batch_size: int) -> float:
     return middle(case, case.build(batch_size))
 
 
-def assert_same(found: ClippedGradients, expected: ClippedGradients, rtol: float) -> None:
-    """Equal field by field; each sum relative to its largest entry, and never finer than rounding of the whole."""
+def assert_same(found: ClippedGradients, expected: ClippedGradients, rtol: float, noise: float = 2e-7) -> None:
+    """Equal field by field; each sum relative to its largest entry, and never finer than ``noise`` of the whole."""
     whole = float(expected.norms[expected.norms.isfinite()].clamp_max(expected.l2_bound).sum())
     assert list(found.sums) == list(expected.sums), "the sums have other names or another order"
     for name, sum_ in expected.sums.items():
-        atol = rtol * float(sum_.abs().max() if sum_.numel() else 0.0) + 2e-7 * whole
+        atol = rtol * float(sum_.abs().max() if sum_.numel() else 0.0) + noise * whole
         torch.testing.assert_close(
             found.sums[name], sum_, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
         )
-    atol = 2e-7 * float(expected.norms[expected.norms.isfinite()].sum())
+    atol = noise * float(expected.norms[expected.norms.isfinite()].sum())
     torch.testing.assert_close(found.group_norms, expected.group_norms, rtol=rtol, atol=atol)
     torch.testing.assert_close(found.norms, expected.norms, rtol=rtol, atol=atol)
     torch.testing.assert_close(
