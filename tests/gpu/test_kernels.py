@@ -89,6 +89,12 @@ def test_windows(run, case, dtype, layout):
     run(checks.check_windows, dtype, layout, None, *GEOMETRIES[case].values)
 
 
+def test_windows_of_many_channels(run):
+    """The sum is cut into smaller tiles than the norms: the numbers are the same, to the last bit."""
+    case = (2, 16, 5, 6), 128, (3, 3), (1, 1), (1, 1), (1, 1)
+    run(checks.check_windows, torch.bfloat16, torch.channels_last, None, *case)
+
+
 def test_windows_of_any_strides(run):
     run(checks.check_windows_of_views)
 

@@ -85,7 +85,8 @@ def test_places_seeds_and_blocks_are_independent(noise):
         assert correlation(f(first), f(second)) < FIVE_SIGMA
         for lag in (1, 2, block, 2 * block, 3 * block, 4 * block, 8 * block):
             assert correlation(f(first[lag:]), f(first[:-lag])) < FIVE_SIGMA
-    assert len(np.unique(first)) > 0.9 * N  # float32 holds fewer numbers than there are draws
+    some = first[:40_000]  # of so few, float32 tells nearly all apart
+    assert len(np.unique(some)) > 0.99 * len(some)
 
 
 def test_it_is_its_twin(noise):
