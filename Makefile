@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow lint format bench figures clean
+.PHONY: setup demo test test-slow test-gpu lint format bench figures clean
 
 setup: $(STAMP)
 
@@ -18,10 +18,17 @@ demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/qclip train --out out/demo --overwrite
 
 test: setup
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto -o verbosity_subtests=0
 
 test-slow: setup
 	$(BIN)/pytest -m slow
+
+# The machine's own Python: where there is a GPU nothing may be installable. See CONTRIBUTING.md.
+test-gpu:
+	@$(PYTHON) -c 'import pytest, torch' || { echo 'make test-gpu: $(PYTHON) needs pytest and torch, and nothing is' \
+	  'installed here: carry them in a folder, PYTHONPATH=folder (CONTRIBUTING.md, "Tests on a GPU")' >&2; exit 1; }
+	PYTHONPATH="src:$$PYTHONPATH" $(PYTHON) -u -m pytest tests/gpu -m gpu --confcutdir=tests/gpu -p no:cacheprovider \
+	  -v -rs --durations=25 --show-capture=no $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

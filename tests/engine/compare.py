@@ -110,7 +110,7 @@ def nudged(problem: Problem, seed: int) -> Problem:
     generator = torch.Generator().manual_seed(seed)
 
     def nudge(x: Tensor) -> Tensor:
-        return x * (1 + 2**-20 * torch.randn(x.shape, generator=generator)).to(x.dtype)
+        return x * (1 + 2**-20 * torch.randn(x.shape, generator=generator)).to(x)
 
     model = copy.deepcopy(problem.model)
     with torch.no_grad():
@@ -162,10 +162,10 @@ def values(result: ClippedGradients) -> dict[str, Tensor]:
     }
 
 
-def tolerances(expected: ClippedGradients, rtol: float) -> dict[str, dict[str, float]]:
-    """Of each value; a sum's is relative to its largest entry, and nothing is finer than rounding of the whole."""
+def tolerances(expected: ClippedGradients, rtol: float, noise: float) -> dict[str, dict[str, float]]:
+    """Of each value; a sum's is relative to its largest entry, and nothing is finer than ``noise`` of the whole."""
     norms = expected.norms[expected.norms.isfinite()]
-    rounding = 2e-7 * float(norms.clamp_max(expected.l2_bound).sum())
+    rounding = noise * float(norms.clamp_max(expected.l2_bound).sum())
     of_sums = {
         f"the sum of {name}": {
             "rtol": 0,
@@ -173,24 +173,24 @@ def tolerances(expected: ClippedGradients, rtol: float) -> dict[str, dict[str, f
         }
         for name, sum_ in expected.sums.items()
     }
-    of_norms = {"rtol": rtol, "atol": 2e-7 * float(norms.sum())}
+    of_norms = {"rtol": rtol, "atol": noise * float(norms.sum())}
     return of_sums | {"norms of groups": of_norms, "norms": of_norms, "losses": {"rtol": rtol, "atol": 1e-6}}
 
 
-def assert_same(found: ClippedGradients, expected: ClippedGradients, rtol: float) -> None:
+def assert_same(found: ClippedGradients, expected: ClippedGradients, rtol: float, noise: float = 2e-7) -> None:
     """Equal field by field, within rounding: of float32's usual size, or of what it is for this problem."""
     assert list(found.sums) == list(expected.sums), "the sums have other names or another order"
     assert torch.equal(found.mask, expected.mask), "the masks differ"
     assert found.l2_bound == pytest.approx(expected.l2_bound, rel=1e-12)
     try:
-        assert_near(found, expected, rtol)
+        assert_near(found, expected, rtol, noise)
     except AssertionError as too_far:
         assert_known(found, expected, too_far)
 
 
-def assert_near(found: ClippedGradients, expected: ClippedGradients, rtol: float) -> None:
+def assert_near(found: ClippedGradients, expected: ClippedGradients, rtol: float, noise: float = 2e-7) -> None:
     """Equal within rounding of the usual size."""
-    shown, allowed = values(found), tolerances(expected, rtol)
+    shown, allowed = values(found), tolerances(expected, rtol, noise)
     for name, value in values(expected).items():
         assert_close(shown[name], value, name, **allowed[name])
 

@@ -1,7 +1,7 @@
 """Native 16-bit products: what is added for an example is never longer than its norm times its factor.
 
 The CPU stands for a device that multiplies bfloat16 numbers as they are: what makes a difference is where numbers are
-rounded, and that is the same.
+rounded, and that is the same. Tensors are made on torch's default device: tests/gpu runs some of these tests on a GPU.
 """
 
 import pytest
@@ -31,8 +31,8 @@ def exact_product(multiply):
     return wrapped
 
 
-@pytest.fixture(autouse=True)
-def native(monkeypatch):
+def take_for_native(monkeypatch):
+    """The CPU stands for such a device."""
     monkeypatch.setattr(products, "is_native", is_native)
     monkeypatch.setattr(forms, "is_native", is_native)
     monkeypatch.setattr(forms, "wins", lambda *shape: False)
@@ -40,9 +40,14 @@ def native(monkeypatch):
         monkeypatch.setattr(torch, name, exact_product(getattr(torch, name)))
 
 
+@pytest.fixture(autouse=True)
+def native(monkeypatch):
+    take_for_native(monkeypatch)
+
+
 def bf16(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).bfloat16()
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device(), torch.bfloat16)
 
 
 def outer(count, positions, m, n, groups=1, seed=0):
@@ -96,7 +101,8 @@ def test_norms_are_from_above_and_close(shape, method):
 def assert_bounded(form, squares, tries=20):
     """For many factors and every example by itself."""
     norms, scaled = (x.sqrt().double() for x in squares)
-    factors = 10.0 ** torch.empty(tries).uniform_(-4, 0, generator=torch.Generator().manual_seed(7))
+    exponents = torch.empty(tries, device="cpu").uniform_(-4, 0, generator=torch.Generator().manual_seed(7))
+    factors = 10.0 ** exponents.to(torch.get_default_device())
     for b in range(form.examples):
         alone = single(form, b)
         for c in (*factors, torch.tensor(1.0)):
@@ -226,7 +232,8 @@ def test_padding_for_alignment_is_cut_off():
 def test_an_embedding_tied_to_a_native_head():
     count, positions, words, width = 3, 4, 11, 6
     head = outer(count, positions, words, width)
-    ids = torch.randint(words, (count, positions), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(words, (count, positions), generator=torch.Generator().manual_seed(1), device="cpu")
+    ids = ids.to(torch.get_default_device())
     table = Rows(ids, bf16(count, positions, width, seed=5), torch.Size([words, width]))
     norms, scaled = (squares.sqrt().double() for squares in joint_squared_norms(head, table))
     truth = torch.linalg.vector_norm((true_grads(head) + table.dense().double()).flatten(1), dim=1)

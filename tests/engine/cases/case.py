@@ -18,7 +18,7 @@ B, T, D, P, V = 4, 3, 6, 5, 11
 def squared(outputs: Tensor, targets: Tensor) -> Tensor:
     """Squared distance of the weighted outputs to the example's target: no two outputs have the same gradient."""
     flat = outputs.flatten(1)
-    weights = torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype)
+    weights = torch.linspace(0.5, 1.5, flat.shape[1], dtype=flat.dtype, device=flat.device)
     return (flat * weights - targets[:, None]).square().mean(1)
 
 

@@ -23,7 +23,7 @@ def _time_first(n: nn.Module, x: Tensor) -> Tensor:
 
 
 def _causal(n: nn.Module, x: Tensor) -> Tensor:
-    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
     return n.attention(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
 
 
@@ -101,7 +101,7 @@ def _learned_start(n: nn.Module, x: Tensor) -> Tensor:
 
 
 def _packed(n: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
-    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
     return nn.utils.rnn.pad_packed_sequence(n.rnn(packed)[0], batch_first=True, total_length=x.shape[1])[0]
 
 

@@ -151,12 +151,12 @@ CONVOLUTIONS = family(
 
 def _ragged_bag(n: nn.Module, words: Tensor, lengths: Tensor) -> Tensor:
     """The first words of each example in one flat list, with the places where each bag begins."""
-    flat = words[torch.arange(words.shape[1]) < lengths[:, None]]
+    flat = words[torch.arange(words.shape[1], device=words.device) < lengths[:, None]]
     return n.bag(flat, lengths.cumsum(0) - lengths)
 
 
 def _flat_bag(n: nn.Module, words: Tensor) -> Tensor:
-    return n.bag(words.flatten(), torch.arange(0, words.numel(), words.shape[1]))
+    return n.bag(words.flatten(), torch.arange(0, words.numel(), words.shape[1], device=words.device))
 
 
 EMBEDDINGS = family(

@@ -139,13 +139,17 @@ def _placed(positions):
     return lambda B: Problem(_words_and_places(lambda n, i: n.out(n.words(i) + n.places(positions(i)))), ids(B, T))
 
 
+def _order(i: Tensor) -> Tensor:
+    return torch.arange(i.shape[1], device=i.device)
+
+
 def _buffered_places(n: nn.Module, i: Tensor) -> Tensor:
     return n.out(n.words(i) + n.places(n.order[:, : i.shape[1]]))
 
 
 def _relative_bias(n: nn.Module, i: Tensor) -> Tensor:
     """As in T5: the bias of a pair of positions comes from a table, without a batch dimension."""
-    words, order = n.words(i), torch.arange(i.shape[1])
+    words, order = n.words(i), _order(i)
     bias = n.places((order[:, None] - order) % 8).sum(-1)
     return n.out((words @ words.mT + bias).softmax(-1) @ words)
 
@@ -179,11 +183,11 @@ LAYOUTS = family(
             _words_and_places(lambda n, ids, positions: n.out(n.words(ids) + n.places(positions))),
             {"ids": ids(B, T), "positions": torch.arange(T)[None]},
         ),
-        "position-ids-2d-inside": _placed(lambda i: torch.arange(i.shape[1])[None]),
-        "position-ids-1d-inside": _placed(lambda i: torch.arange(i.shape[1])),
-        "position-ids-expanded": _placed(lambda i: torch.arange(i.shape[1]).expand_as(i)),
-        "position-ids-repeated": _placed(lambda i: torch.tensor([0, 2, 0])),
-        "position-ids-shifted-by-example": _placed(lambda i: torch.arange(i.shape[1]) + i[:, :1] % 4),
+        "position-ids-2d-inside": _placed(lambda i: _order(i)[None]),
+        "position-ids-1d-inside": _placed(_order),
+        "position-ids-expanded": _placed(lambda i: _order(i).expand_as(i)),
+        "position-ids-repeated": _placed(lambda i: torch.tensor([0, 2, 0], device=i.device)),
+        "position-ids-shifted-by-example": _placed(lambda i: _order(i) + i[:, :1] % 4),
         "position-ids-buffer": lambda B: Problem(
             _words_and_places(_buffered_places, order=nn.Buffer(torch.arange(8)[None])), ids(B, T)
         ),

@@ -1,0 +1,219 @@
+"""The law of the noise, as drawn on a GPU: by the kernel itself, and as `mechanism.release` uses it.
+
+Seeds are fixed, and each line says how often another seed would fail it. A rehearsal runs the kernel in Triton's
+interpreter on fewer numbers, and release by the kernel's twin.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("scipy")
+from scipy import stats
+
+from engine.test_kernels import interpreting
+from gpu.device import DEVICE, ON_GPU, cuda_only, moved, require_memory
+from qclip import mechanism, noise_kernel
+from test_noise_kernel import launched, twin
+
+pytestmark = pytest.mark.gpu
+
+N = 4_000_001 if ON_GPU else 40_001
+"""Not a whole number of blocks."""
+SEEDS = (-123456789012345, 7)
+FIVE_SIGMA = 5.0
+"""A normal number is further out once in 1.7 million times."""
+
+
+def on_gpu(raws, *arguments):
+    with DEVICE:
+        return launched(moved(raws), *arguments, True, torch.version.hip is None)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    """The kernel as it is launched on this GPU, fast logarithm and all; in a rehearsal, the interpreter's."""
+    if ON_GPU:
+        pytest.importorskip("triton")
+        yield on_gpu
+    else:
+        with interpreting() as run:
+            yield lambda *arguments: run(launched, *arguments)
+
+
+@pytest.fixture(scope="module")
+def noise(kernel):
+    """Standard normal numbers of the kernel, for two seeds."""
+    return [kernel([torch.zeros(N)], [1.0], 1.0, seed, torch.float32)[0].astype(np.float64) for seed in SEEDS]
+
+
+def correlation(a, b):
+    return abs(np.corrcoef(a, b)[0, 1]) * math.sqrt(len(a))
+
+
+def assert_normal(sample, std=1.0):
+    """Moments and distribution: each of the first three lines fails one seed in 1.7 million, the last in 10,000."""
+    sample, n = sample / std, sample.size
+    assert abs(sample.mean()) * math.sqrt(n) < FIVE_SIGMA
+    assert abs(sample.var() - 1) * math.sqrt(n / 2) < FIVE_SIGMA
+    assert abs((sample**4).mean() - 3) * math.sqrt(n / 96) < FIVE_SIGMA
+    assert stats.kstest(sample[:1_000_000], "norm").pvalue > 1e-4
+
+
+def test_it_is_normal(noise):
+    for sample in noise:
+        assert_normal(sample)
+        assert np.abs(sample).max() < 6.8  # sqrt(66 log 2), the largest that 2^-33 gives
+
+
+def test_its_tails_are_those_of_a_normal_number(noise):
+    """Counts beyond 3 and 4 (and 4.5) standard deviations, on each side; a line fails one seed in 100,000."""
+    for sample in noise:
+        for limit in (3.0, 4.0, 4.5):
+            expected = stats.norm.sf(limit) * N
+            for count in ((sample > limit).sum(), (sample < -limit).sum()):
+                low, high = stats.poisson.ppf([5e-6, 1 - 5e-6], expected)
+                assert low <= count <= high
+
+
+def test_places_seeds_and_blocks_are_independent(noise):
+    """Each line fails one seed in 1.7 million; squares too, since two numbers share a radius."""
+    block, (first, second) = noise_kernel.BLOCK, noise
+    for f in (lambda x: x, np.square):
+        assert correlation(f(first), f(second)) < FIVE_SIGMA
+        for lag in (1, 2, block, 2 * block, 3 * block, 4 * block, 8 * block):
+            assert correlation(f(first[lag:]), f(first[:-lag])) < FIVE_SIGMA
+    some = first[:40_000]  # of so few, float32 tells nearly all apart
+    assert len(np.unique(some)) > 0.99 * len(some)
+
+
+def test_it_is_its_twin(noise):
+    """Philox words and Box-Muller in float64, in numpy.
+
+    Single numbers differ by more where the radius nearly vanishes: a float32 number below 1 is 2^-24 apart from it.
+    """
+    for sample, seed in zip(noise, SEEDS, strict=True):
+        apart = np.abs(sample[:100_000] - twin(min(N, 100_000), seed))
+        assert apart.max() < 4e-4
+        assert np.quantile(apart, 0.999) < 1e-5
+
+
+@cuda_only("the fast logarithm, which the interpreter cannot run")
+def test_the_fast_logarithm_is_the_exact_one():
+    with DEVICE:
+        raws = [torch.zeros(N)]
+        fast, exact = (launched(raws, [1.0], 1.0, 7, torch.float32, True, fast)[0] for fast in (True, False))
+    np.testing.assert_allclose(fast, exact, rtol=5e-6, atol=1e-7)
+
+
+def test_each_tensor_has_its_own_noise(kernel):
+    """Each line fails one seed in 1.7 million, but for `assert_normal`."""
+    raws = [torch.full((N,), 4.0), torch.full((15,), 7.0), torch.arange(5000.0)]
+    first, second, third = kernel(raws, [2.0, 0.0, 0.5], 0.5, 3, torch.float32)
+    assert_normal(first.astype(np.float64) - 2, 2.0)
+    assert np.array_equal(second, np.full(15, 3.5, dtype=np.float32))
+    residue = third - 0.5 * np.arange(5000)
+    assert_normal(residue, 0.5)
+    assert correlation(first[:5000], residue) < FIVE_SIGMA
+
+
+@cuda_only("16 bits, rounded to the nearest: the interpreter cuts off")
+def test_it_is_rounded_once_at_the_end(kernel):
+    raws = [torch.linspace(-3, 3, 6001)]
+    (exact,) = kernel(raws, [0.7], 0.3, 11, torch.float32)
+    (rounded,) = kernel(raws, [0.7], 0.3, 11, torch.bfloat16)
+    assert np.array_equal(rounded, torch.from_numpy(exact).bfloat16().float().numpy())
+
+
+@cuda_only("sums that do not lie at multiples of 16 bytes")
+def test_sums_may_lie_anywhere():
+    with DEVICE:
+        wide = torch.arange(6001.0)
+        (aligned,) = launched([wide[1:].clone()], [0.7], 0.3, 11, torch.float32, True, True)
+        (shifted,) = launched([wide[1:]], [0.7], 0.3, 11, torch.float32, False, True)
+        released = noise_kernel.noisy_sums(
+            [wide[1:]], [0.0], 0.3, torch.Generator(DEVICE).manual_seed(0), torch.float32
+        )
+    assert np.array_equal(aligned, shifted)
+    torch.testing.assert_close(released[0], 0.3 * wide[1:], rtol=1e-6, atol=0)
+
+
+@cuda_only("a sum of more than 2^31 numbers")
+def test_noise_of_many_numbers():
+    """One seed in 10,000 fails, at either end."""
+    require_memory(40)
+    (found,) = noise_kernel.noisy_sums(
+        [torch.zeros(2**31 + 12345, device=DEVICE)],
+        [1.0],
+        1.0,
+        torch.Generator(DEVICE).manual_seed(0),
+        torch.bfloat16,
+    )
+    for sample in (found[:100_000], found[-100_000:]):
+        wide = sample.float() + (torch.rand_like(sample, dtype=torch.float32) - 0.5) * sample.float().abs() * 2.0**-8
+        assert stats.kstest(wide.cpu().numpy(), "norm").pvalue > 1e-4
+
+
+def value(size=N // 4):
+    """Sums of several shapes and precisions, in two groups."""
+    shapes = {"a": (size,), "b": (3, 50, 7), "c": (1,), "d": (size // 2, 2)}
+    tensors = {name: torch.full(shape, 0.5, device=DEVICE) for name, shape in shapes.items()}
+    tensors["wide"] = torch.zeros(5000, dtype=torch.float64, device=DEVICE)  # not for the kernel
+    return mechanism.BoundedSum(tensors, {name: int(name in "cd") for name in tensors}, (2.0, 3.0))
+
+
+def generator(seed):
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def test_a_release_has_the_stated_noise():
+    """In every tensor, over the divisor; independent between tensors and steps: 5 standard deviations each."""
+    sums, drawn = value(), generator(4)
+    if ON_GPU:
+        assert noise_kernel.usable([sums.tensors[name] for name in "abcd"])
+    stds = mechanism.noise_stds(sums, 1.5)
+    steps = [mechanism.release(sums, 1.5, drawn, divisor=4.0) for _ in range(2)]
+    found = [
+        {name: (x.double() - sums.tensors[name] / 4).cpu().numpy().ravel() for name, x in noisy.items()}
+        for noisy in steps
+    ]
+    for noisy in found:
+        for name in ("a", "d", "wide"):
+            assert_normal(noisy[name], stds[sums.members[name]] / 4)
+        length = len(noisy["b"])
+        for name in ("a", "d"):
+            assert correlation(noisy["b"], noisy[name][:length]) < FIVE_SIGMA
+    for name in ("a", "b", "d", "wide"):
+        assert correlation(found[0][name], found[1][name]) < FIVE_SIGMA
+
+
+def test_the_same_seed_releases_the_same():
+    """Bit for bit, in float32 and rounded to bfloat16; another seed and the next step release other numbers."""
+    sums = value(5000)
+    like = {"b": torch.zeros(3, 50, 7, dtype=torch.bfloat16, device=DEVICE)}
+    before = torch.get_rng_state()
+    runs = []
+    for seed in (0, 0, 1):
+        drawn = generator(seed)
+        runs.append([mechanism.release(sums, 1.5, drawn, like=like) for _ in range(2)])
+    for one, other in zip(runs[0], runs[1], strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+        assert one["b"].dtype == torch.bfloat16
+    (first, second), (_, other) = runs[0], (None, runs[2][0])
+    for name in ("a", "b", "c", "d", "wide"):
+        assert not torch.equal(first[name], second[name])
+        assert not torch.equal(first[name], other[name])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_generator_goes_on_where_its_state_was_saved():
+    sums, drawn = value(5000), generator(9)
+    mechanism.release(sums, 1.0, drawn)
+    state = drawn.get_state()
+    expected = mechanism.release(sums, 1.0, drawn)
+    again = generator(1)
+    again.set_state(state)
+    found = mechanism.release(sums, 1.0, again)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
