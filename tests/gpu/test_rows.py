@@ -9,9 +9,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from engine.cases import CASES, MODELS, OPERATIONS, STRUCTURE
-from engine.compare import assert_same, distance, fast, middle, quiet, slow
-from engine.test_rows import SHIELDED
-from engine.test_precision import NOT_IN_BFLOAT16, to_bfloat16
+from engine.compare import assert_same, distance, fast, floating, middle, quiet, slow
+from engine.test_rows import NOT_IN_BFLOAT16, SHIELDED
 from gpu.device import DEVICE, ON_GPU, cuda_only, float32_by, placed
 from qclip.engine import batch as batches
 from qclip.engine.engine import call
@@ -80,7 +79,9 @@ def test_one_example(case):
 
 def half(case):
     problem = case.build()
-    return placed(replace(problem, model=problem.model.to(torch.bfloat16), inputs=to_bfloat16(problem.inputs)))
+    return placed(
+        replace(problem, model=problem.model.to(torch.bfloat16), inputs=floating(torch.Tensor.bfloat16, problem.inputs))
+    )
 
 
 @by_id([case for case in [*CASES[::5], *MODELS[::2]] if case.id not in NOT_IN_BFLOAT16])
