@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from qclip.engine import running_state
 from qclip.engine.refusal import Refusal
 from qclip.engine.sites import Site, is_in_place
 
@@ -70,22 +71,37 @@ class State:
         return State({name: (x, x._version) for name, x in named_tensors(model)}, buffers)
 
     def require_unmoved(self, model: nn.Module, allowed: Iterable[str]) -> None:
-        """Refuse a forward pass that changed a parameter or buffer, other than those declared data-independent."""
+        """Refuse a forward pass that changed a parameter or buffer, other than those declared data-independent.
+
+        What is known to follow the data cannot be declared away.
+        """
         for name, x in named_tensors(model):
             before = self.tensors.get(name)
             copy = None if self.buffers is None else self.buffers.get(name)
             same = copy is None or torch.equal(torch.nan_to_num(copy), torch.nan_to_num(x))
             if same and before is not None and before[0] is x and before[1] == x._version:
                 continue
+            _require_no_running_state(model, x)
             if any(fnmatchcase(name, pattern) for pattern in allowed):
                 continue
             owner = model.get_submodule(name.rpartition(".")[0])
             raise Refusal(
                 f"{name!r} ({type(owner).__name__}) changed in the forward pass: that would release what the data did "
-                "to it without noise; use a layer without running statistics (GroupNorm, or eval() on this module; "
-                "Embedding without max_norm), "
-                f"or, if the change does not depend on the data, declare it with data_independent=[{name!r}]"
+                "to it without noise; use a layer that keeps nothing of the data, or, if the change does not depend "
+                f"on the data, declare it with data_independent=[{name!r}]"
             )
+
+
+def _require_no_running_state(model: nn.Module, changed: Tensor) -> None:
+    """Refuse by name a layer of torch that made this tensor follow the data; others may share it."""
+    for path, layer in model.named_modules():
+        for name, x in (*layer._parameters.items(), *layer._buffers.items()):
+            remedy = running_state.remedy(layer, name) if x is changed else None
+            if remedy is not None:
+                raise Refusal(
+                    f"{repr(path) if path else 'the model'} ({type(layer).__name__}) keeps what the data did to it in "
+                    f"the forward pass, which would be released without noise; {remedy}"
+                )
 
 
 def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
