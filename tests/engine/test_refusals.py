@@ -101,25 +101,40 @@ def test_distributed_data_parallel():
 
 
 @pytest.mark.usefixtures("process_group")
-def test_fully_sharded():
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
+def test_fully_sharded(part):
+    """No module is inside such a one: `fully_shard` changes its class."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = fully_shard(nn.Linear(D, P), mesh=init_device_mesh("cpu", (1,)))
+    model = nn.Sequential(nn.Linear(D, P), nn.Linear(P, 2))
+    fully_shard(model[1] if part else model, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(Refusal) as refusal:
         Engine(model)
-    says(refusal, "FSDP", "raw gradients")
+    says(refusal, "'1' (FSDPLinear)" if part else "the model (FSDPSequential)", "sharded", "without fully_shard")
+    assert "model.module" not in str(refusal.value)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_replicated():
+    from torch.distributed._composable.replicate import replicate
+
+    with pytest.raises(Refusal) as refusal:
+        Engine(replicate(nn.Linear(D, P)))
+    says(refusal, "the model (DDPLinear)", "raw gradients", "without replicate")
 
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
 def test_fully_sharded_by_a_wrapper():
+    """The module inside holds one flat parameter."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(nn.Linear(D, P), device_id=torch.device("cpu"))
     with pytest.raises(Refusal) as refusal:
         Engine(model)
-    says(refusal, "FullyShardedDataParallel", "model.module")
+    says(refusal, "FullyShardedDataParallel", "without FullyShardedDataParallel")
+    assert "model.module" not in str(refusal.value)
 
 
 def scripted(module):

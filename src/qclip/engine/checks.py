@@ -14,21 +14,34 @@ from qclip.engine import running_state
 from qclip.engine.refusal import Refusal
 from qclip.engine.sites import Site, is_in_place
 
+# What torch.distributed makes of modules, by name: importing it takes seconds.
+_DISTRIBUTED = {"FSDPModule": "fully_shard", "FullyShardedDataParallel": "FullyShardedDataParallel", "DDP": "replicate"}
+
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """The plain module: a compiled one is unwrapped, other wrappers are refused."""
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
     name = type(model).__name__
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or name.startswith(
-        ("FSDP", "FullyShard")
-    ):
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise Refusal(f"{name} synchronises raw gradients between processes; pass the module inside it (model.module)")
+    for path, module in model.named_modules():
+        for kind in type(module).__mro__:
+            way = _DISTRIBUTED.get(kind.__name__) if kind.__module__.startswith("torch.distributed.") else None
+            if way is not None:
+                raise Refusal(
+                    f"{_named(path, module)} is sharded or replicated by {way}, which synchronises raw gradients "
+                    f"between processes; that is not supported yet: make the model private without {way}"
+                )
     if isinstance(model, torch.jit.ScriptModule):
         raise Refusal(
             f"{name}: a scripted module hides which parameters it uses where; pass the module it was scripted from"
         )
     return model
+
+
+def _named(path: str, module: nn.Module) -> str:
+    return f"{repr(path) if path else 'the model'} ({type(module).__name__})"
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -99,8 +112,8 @@ def _require_no_running_state(model: nn.Module, changed: Tensor) -> None:
             remedy = running_state.remedy(layer, name) if x is changed else None
             if remedy is not None:
                 raise Refusal(
-                    f"{repr(path) if path else 'the model'} ({type(layer).__name__}) keeps what the data did to it in "
-                    f"the forward pass, which would be released without noise; {remedy}"
+                    f"{_named(path, layer)} keeps what the data did to it in the forward pass, which would be released "
+                    f"without noise; {remedy}"
                 )
 
 
