@@ -1,4 +1,5 @@
-"""The oracle: one example at a time, by nothing but autograd. Slow, obvious, and what every fast path must equal."""
+"""The oracle: one example at a time, by nothing but autograd, less its faults. Slow, obvious, and what every fast path
+must equal."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from qclip.engine import batch as batches
+from qclip.engine import faults
 from qclip.engine.engine import call
 from qclip.engine.groups import ClipNorm, GroupSpec, partition
 from qclip.engine.parts import accumulator
 from qclip.engine.result import ClippedGradients
+from qclip.engine.uncompiled import uncompiled
 
 
 def clipped_gradients(
@@ -60,7 +63,7 @@ def clipped(
     sums = {name: torch.zeros_like(p, dtype=accumulator(p)) for name, p in parameters.items()}
     group_norms = torch.zeros(count, len(parts), dtype=torch.float64, device=device)
     losses = []
-    with torch.enable_grad():
+    with torch.enable_grad(), uncompiled(), faults.avoided():
         together = evaluate(batch) if shared_forward and count else None
         for i in range(count):
             alone = together if together is not None else evaluate(batches.select(batch, slice(i, i + 1), count))
