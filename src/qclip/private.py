@@ -77,7 +77,7 @@ def make_private(
     accountant: "pld" (tight) or "rdp".
     sampling: "poisson", or "uniform" (batches of one size) where there is no noise.
     data_independent: patterns of buffers that a forward pass may change because nothing in the data changes them, such
-        as the power iteration of a spectral norm.
+        as the power iteration of a spectral norm. Running statistics of torch's own layers are refused all the same.
     seed: for sampling and noise. Leave it out unless you test: whoever knows it can subtract the noise.
 
     Move the model to its device first.

@@ -5,6 +5,7 @@ Errors of `groups`, `clip_norm`, `mask` and of batches are also in test_groups.p
 
 import copy
 import itertools
+import math
 import random
 import warnings
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from engine.cases import Net
 from engine.cases.case import D, P, V, frozen, ids, param, squared
 from engine.cases.hidden import Product
 from engine.compare import assert_same
-from qclip.engine import Dense, Engine, Outer, Refusal, clipped_gradients, explain, oracle, register_rule
+from qclip.engine import Dense, Engine, Outer, Refusal, clipped_gradients, explain, oracle, register_rule, running_state
 from qclip.engine.rules import unregister_rule
 
 B = 4
@@ -58,6 +59,7 @@ def refuse(model, *parts, x=None, targets=None, loss=squared, **options):
     says(refusal, *parts)
     assert all(p.grad is None for p in model.parameters())
     assert not torch.overrides._get_current_function_mode_stack()
+    return str(refusal.value)
 
 
 def outcome(function):
@@ -99,25 +101,40 @@ def test_distributed_data_parallel():
 
 
 @pytest.mark.usefixtures("process_group")
-def test_fully_sharded():
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
+def test_fully_sharded(part):
+    """No module is inside such a one: `fully_shard` changes its class."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model = fully_shard(nn.Linear(D, P), mesh=init_device_mesh("cpu", (1,)))
+    model = nn.Sequential(nn.Linear(D, P), nn.Linear(P, 2))
+    fully_shard(model[1] if part else model, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(Refusal) as refusal:
         Engine(model)
-    says(refusal, "FSDP", "raw gradients")
+    says(refusal, "'1' (FSDPLinear)" if part else "the model (FSDPSequential)", "sharded", "without fully_shard")
+    assert "model.module" not in str(refusal.value)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_replicated():
+    from torch.distributed._composable.replicate import replicate
+
+    with pytest.raises(Refusal) as refusal:
+        Engine(replicate(nn.Linear(D, P)))
+    says(refusal, "the model (DDPLinear)", "raw gradients", "without replicate")
 
 
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
 def test_fully_sharded_by_a_wrapper():
+    """The module inside holds one flat parameter."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(nn.Linear(D, P), device_id=torch.device("cpu"))
     with pytest.raises(Refusal) as refusal:
         Engine(model)
-    says(refusal, "FullyShardedDataParallel", "model.module")
+    says(refusal, "FullyShardedDataParallel", "without FullyShardedDataParallel")
+    assert "model.module" not in str(refusal.value)
 
 
 def scripted(module):
@@ -249,9 +266,55 @@ def test_trainable_parameters_changed_since(change):
 # State
 
 
-def test_batch_norm():
+class _BatchNormAct(nn.BatchNorm2d):
+    """As in libraries of image models: torch's own layer, with something behind it."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+RUNNING = {
+    "1d": (lambda: nn.BatchNorm1d(D), (D,), "GroupNorm"),
+    "2d": (lambda: nn.BatchNorm2d(D), (D, 3, 4), "GroupNorm"),
+    "3d": (lambda: nn.BatchNorm3d(D), (D, 2, 3, 4), "GroupNorm"),
+    "cumulative": (lambda: nn.BatchNorm1d(D, momentum=None), (D,), "GroupNorm"),
+    "subclass": (lambda: _BatchNormAct(D), (D, 3, 4), "GroupNorm"),
+    "instance-1d": (lambda: nn.InstanceNorm1d(D, track_running_stats=True), (D, 7), "track_running_stats=False"),
+    "instance-2d": (lambda: nn.InstanceNorm2d(D, track_running_stats=True), (D, 3, 4), "track_running_stats=False"),
+    "observer": (torch.ao.quantization.FakeQuantize, (D,), "after private training"),
+}
+
+
+@pytest.mark.parametrize("declared", [(), ("*",), ("norm.num_batches_tracked",)], ids=["plain", "all", "counter"])
+@pytest.mark.parametrize(("make", "shape", "remedy"), RUNNING.values(), ids=list(RUNNING))
+def test_running_statistics(make, shape, remedy, declared):
+    """The refusal names the layer and what to use instead; no declaration makes its statistics independent of data."""
+    norm = make()
+    model = Net(lambda n, x: n.one(n.norm(x).flatten(1)), norm=norm, one=nn.Linear(math.prod(shape), P))
+    message = refuse(model, f"'norm' ({type(norm).__name__})", remedy, x=inputs(*shape), data_independent=declared)
+    assert "data_independent" not in message
+    assert "num_batches_tracked" not in message
+
+
+def test_synchronised_batch_norm():
+    """It runs on a GPU only, in training mode; its refusal is the same."""
+    assert "GroupNorm" in running_state.remedy(nn.SyncBatchNorm(D), "running_mean")
+    assert "GroupNorm" in running_state.remedy(nn.LazyBatchNorm2d(), "num_batches_tracked")
+    assert running_state.remedy(nn.BatchNorm1d(D), "weight") is None
+
+
+def test_batch_norm_as_the_model():
+    assert "data_independent" not in refuse(nn.BatchNorm1d(D), "the model (BatchNorm1d)", "GroupNorm")
+
+
+def test_batch_norm_with_fixed_statistics():
+    """What the refusal offers: evaluation mode for this layer alone."""
     model = nn.Sequential(nn.Linear(D, P), nn.BatchNorm1d(P))
-    refuse(model, "'1.", "(BatchNorm1d) changed in the forward pass", "without noise", "GroupNorm")
+    message = refuse(model, "'1' (BatchNorm1d)", "without noise", "call eval() on it after every train()")
+    assert "data_independent" not in message
+    model.train()
+    model[1].eval()
+    accept(model, inputs())
 
 
 def test_batch_norm_without_running_statistics():
@@ -292,13 +355,20 @@ def test_batch_norm_of_one_example():
 
 def test_instance_norm_with_running_statistics():
     model = nn.Sequential(nn.InstanceNorm1d(D, affine=True, track_running_stats=True))
-    refuse(model, "'0.running_mean' (InstanceNorm1d)", "changed in the forward pass", x=inputs(D, 7))
+    refuse(model, "'0' (InstanceNorm1d)", "track_running_stats=False", x=inputs(D, 7))
     accept(model.eval(), inputs(D, 7))
 
 
-def test_embedding_with_max_norm():
-    model = nn.Sequential(nn.Embedding(V, D, max_norm=0.1))
-    refuse(model, "'0.weight' (Embedding)", "Embedding without max_norm", x=ids(B, 3))
+@pytest.mark.parametrize("declared", [(), ("*weight",)], ids=["plain", "declared"])
+@pytest.mark.parametrize("tied", [False, True], ids=["alone", "tied"])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embedding_with_max_norm(kind, tied, declared):
+    """The rows that a batch looks up are rescaled in place; a layer that shares the table is not to blame."""
+    model = Net(lambda n, x: n.head(n.table(x)), head=nn.Linear(D, V), table=kind(V, D, max_norm=0.1))
+    if tied:
+        model.head.weight = model.table.weight
+    message = refuse(model, f"'table' ({kind.__name__})", "max_norm=None", x=ids(B, 3), data_independent=declared)
+    assert "data_independent" not in message
 
 
 def counting(forward=None):

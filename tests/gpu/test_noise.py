@@ -161,7 +161,9 @@ def value(size=N // 4):
     shapes = {"a": (size,), "b": (3, 50, 7), "c": (1,), "d": (size // 2, 2)}
     tensors = {name: torch.full(shape, 0.5, device=DEVICE) for name, shape in shapes.items()}
     tensors["wide"] = torch.zeros(5000, dtype=torch.float64, device=DEVICE)  # not for the kernel
-    return mechanism.BoundedSum(tensors, {name: int(name in "cd") for name in tensors}, (2.0, 3.0))
+    members = {name: int(name in "cd") for name in tensors}
+    dims = tuple(sum(x.numel() for name, x in tensors.items() if members[name] == k) for k in range(2))
+    return mechanism.BoundedSum(tensors, members, (2.0, 3.0), dims)
 
 
 def generator(seed):

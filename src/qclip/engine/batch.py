@@ -67,6 +67,13 @@ def map_examples(batch: Any, function: Callable[[Tensor], Tensor], batch_size: i
     return pytree.tree_map(lambda leaf: function(leaf) if is_example_wise(leaf, batch_size) else leaf, batch)
 
 
+def contiguous(batch: Any) -> Any:
+    """The batch with every tensor in the order of its dimensions; copied where it was not."""
+    if all(x.is_contiguous() for x in tensors(batch)):
+        return batch
+    return pytree.tree_map_only(Tensor, Tensor.contiguous, batch)
+
+
 def full_mask(batch_size: int, mask: Tensor | None, device: torch.device) -> Tensor:
     """The mask as booleans on the device; all true when there is none."""
     if mask is None:

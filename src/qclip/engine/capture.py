@@ -4,9 +4,7 @@ Classifying a value as constant is about cost, never about truth: gradients of s
 call wrongly taken for a site fails the proof of ownership in `qclip.engine.proof`.
 """
 
-import types
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from qclip.engine import rules
 from qclip.engine.layouts import relative
+from qclip.engine.opened import opened
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 from qclip.engine.rules.linear import is_ragged, widened_linear
@@ -81,11 +80,11 @@ class Capture(TorchFunctionMode):
             return result
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        opened = rules.DECOMPOSITIONS.get(function) or (_opened(function) if rules.find(function) is None else None)
-        if opened is not None:
+        inside = rules.DECOMPOSITIONS.get(function) or _inside(function)
+        if inside is not None:
             try:
                 with self:
-                    return opened(*args, **kwargs)
+                    return inside(*args, **kwargs)
             except NotImplementedError as error:
                 call = self._describe(function, args, kwargs)
                 raise Refusal(f"{call}: {error}") from error
@@ -254,6 +253,12 @@ class Capture(TorchFunctionMode):
         )
 
 
+def _inside(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A functional without a rule that is written in Python: the calls inside it are seen one by one."""
+    functional = getattr(function, "__module__", None) == F.__name__ and rules.find(function) is None
+    return opened(function) if functional else None
+
+
 def _lasting_edge(x: Tensor, old: Collection[int] = ()) -> GradientEdge:
     """The edge of a tensor's value now, such that writing into the tensor later does not take it out of the graph.
 
@@ -279,24 +284,4 @@ def _depends(outputs: Iterable[Output], sources: Iterable[Source], data_nodes: I
         if node not in seen:
             seen.add(node)
             ahead.extend(following for following, _ in node.next_functions if following is not None)
-    return False
-
-
-@cache
-def _opened(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A torch function written in Python, remade so that the calls inside it are seen one by one.
-
-    Such a function first asks whether a mode or subclass wants to handle it as a whole. This copy is told no.
-    """
-    if not isinstance(function, types.FunctionType) or function.__module__ != F.__name__ or function.__closure__:
-        return None
-    no = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
-    copy = types.FunctionType(
-        function.__code__, {**function.__globals__, **no}, function.__name__, function.__defaults__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-def _no(*_: Any) -> bool:
     return False

@@ -10,8 +10,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from qclip.engine import running_state
 from qclip.engine.refusal import Refusal
 from qclip.engine.sites import Site, is_in_place
+
+# What torch.distributed makes of modules, by name: importing it takes seconds.
+_DISTRIBUTED = {"FSDPModule": "fully_shard", "FullyShardedDataParallel": "FullyShardedDataParallel", "DDP": "replicate"}
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -19,15 +23,25 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
     name = type(model).__name__
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or name.startswith(
-        ("FSDP", "FullyShard")
-    ):
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise Refusal(f"{name} synchronises raw gradients between processes; pass the module inside it (model.module)")
+    for path, module in model.named_modules():
+        for kind in type(module).__mro__:
+            way = _DISTRIBUTED.get(kind.__name__) if kind.__module__.startswith("torch.distributed.") else None
+            if way is not None:
+                raise Refusal(
+                    f"{_named(path, module)} is sharded or replicated by {way}, which synchronises raw gradients "
+                    f"between processes; that is not supported yet: make the model private without {way}"
+                )
     if isinstance(model, torch.jit.ScriptModule):
         raise Refusal(
             f"{name}: a scripted module hides which parameters it uses where; pass the module it was scripted from"
         )
     return model
+
+
+def _named(path: str, module: nn.Module) -> str:
+    return f"{repr(path) if path else 'the model'} ({type(module).__name__})"
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -70,22 +84,37 @@ class State:
         return State({name: (x, x._version) for name, x in named_tensors(model)}, buffers)
 
     def require_unmoved(self, model: nn.Module, allowed: Iterable[str]) -> None:
-        """Refuse a forward pass that changed a parameter or buffer, other than those declared data-independent."""
+        """Refuse a forward pass that changed a parameter or buffer, other than those declared data-independent.
+
+        What is known to follow the data cannot be declared away.
+        """
         for name, x in named_tensors(model):
             before = self.tensors.get(name)
             copy = None if self.buffers is None else self.buffers.get(name)
             same = copy is None or torch.equal(torch.nan_to_num(copy), torch.nan_to_num(x))
             if same and before is not None and before[0] is x and before[1] == x._version:
                 continue
+            _require_no_running_state(model, x)
             if any(fnmatchcase(name, pattern) for pattern in allowed):
                 continue
             owner = model.get_submodule(name.rpartition(".")[0])
             raise Refusal(
                 f"{name!r} ({type(owner).__name__}) changed in the forward pass: that would release what the data did "
-                "to it without noise; use a layer without running statistics (GroupNorm, or eval() on this module; "
-                "Embedding without max_norm), "
-                f"or, if the change does not depend on the data, declare it with data_independent=[{name!r}]"
+                "to it without noise; use a layer that keeps nothing of the data, or, if the change does not depend "
+                f"on the data, declare it with data_independent=[{name!r}]"
             )
+
+
+def _require_no_running_state(model: nn.Module, changed: Tensor) -> None:
+    """Refuse by name a layer of torch that made this tensor follow the data; others may share it."""
+    for path, layer in model.named_modules():
+        for name, x in (*layer._parameters.items(), *layer._buffers.items()):
+            remedy = running_state.remedy(layer, name) if x is changed else None
+            if remedy is not None:
+                raise Refusal(
+                    f"{_named(path, layer)} keeps what the data did to it in the forward pass, which would be released "
+                    f"without noise; {remedy}"
+                )
 
 
 def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -121,7 +121,7 @@ class Compiled:
         checks.require_gradient_mode()
         checks.require_inputs(batch)
         keep = batches.full_mask(count, mask, engine.device)
-        padded, counted = _padded(batch, keep, max(count, self._slots or 0))
+        padded, counted = _padded(batches.contiguous(batch), keep, max(count, self._slots or 0))
         step, model = self._step(evaluate, padded, counted)
         if isinstance(step, str):
             self.say(step)
@@ -219,7 +219,7 @@ class Compiled:
         return (
             evaluate,
             structure,
-            tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
+            tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
             model.kinds,
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
             tf32.settings(),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from qclip.engine import batch as batches
-from qclip.engine import checks, clipping, fallback, tf32
+from qclip.engine import checks, clipping, fallback, faults, tf32
 from qclip.engine.capture import Capture
 from qclip.engine.checks import Evaluate
 from qclip.engine.costs import CostModel
@@ -270,6 +270,7 @@ class Engine:
             return self._clip(parts, run.losses, keep, choice)
 
     @torch.enable_grad()
+    @faults.avoided()
     def parts(
         self, run: "Run", keep: Tensor, evaluate: Evaluate, batch: Any, *, kind: Any = None
     ) -> "tuple[Run, Plan, Parts]":
@@ -278,6 +279,7 @@ class Engine:
         return run, plan, self.collect(run, plan, keep, evaluate, batch)
 
     @torch.enable_grad()
+    @faults.avoided()
     def prove(self, evaluate: Evaluate, batch: Any, count: int) -> "tuple[Run, Plan]":
         """A forward pass on this batch, and how it is dealt with, proven on it whatever is known already."""
 
@@ -464,4 +466,5 @@ class Run:
     def enter(self, stack: ExitStack) -> None:
         """Start capturing, until the stack is closed. Compiled parts of the model run uncompiled meanwhile."""
         stack.enter_context(uncompiled())
+        stack.enter_context(faults.avoided())
         stack.enter_context(self.capture)

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
 
 from qclip.engine import batch as batches
-from qclip.engine import checks, clipping
+from qclip.engine import checks, clipping, faults
 from qclip.engine.checks import Evaluate
 from qclip.engine.cross_entropy import one_pass_cross_entropy
 from qclip.engine.engine import Engine, Run
@@ -99,7 +99,7 @@ def trace(
 
         # The backward pass, too, sees the inputs as the model's tensors: a checkpointed block runs again in it.
         lifted = {f"model.{name}": x for name, x in (parameters | constants).items()}
-        with torch.enable_grad():
+        with torch.enable_grad(), faults.avoided():
             losses, parts = torch.func.functional_call(Evaluation(engine.model, losses_and_parts), lifted, (mine,))
         with torch.no_grad(), torch.autocast(keep.device.type, enabled=False):
             prepare(parts, engine.costs, engine.groups.stretches())  # `clip_early` lets gradients go

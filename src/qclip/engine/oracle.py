@@ -1,6 +1,8 @@
-"""The oracle: one example at a time, by nothing but autograd. Slow, obvious, and what every fast path must equal."""
+"""The oracle: one example at a time, by nothing but autograd, less its faults. Slow, obvious, and what every fast path
+must equal."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from qclip.engine import batch as batches
+from qclip.engine import faults
 from qclip.engine.engine import call
 from qclip.engine.groups import ClipNorm, GroupSpec, partition
 from qclip.engine.parts import accumulator
 from qclip.engine.result import ClippedGradients
+from qclip.engine.uncompiled import uncompiled
 
 
 def clipped_gradients(
@@ -76,14 +80,22 @@ def per_example(
     """The raw gradients of the examples, one after the other."""
     parameters = _trainable(model)
     count = batches.size(batch, mask)
-    with torch.enable_grad():
+    with _exact():
         together = evaluate(batch) if shared_forward and count else None
-        for i in range(count):
+    for i in range(count):
+        with _exact():  # left before the caller goes on
             alone = together if together is not None else evaluate(batches.select(batch, slice(i, i + 1), count))
             loss = alone[i if together is not None else 0]
             counts = mask is None or bool(mask[i])
             gradients = _gradients(loss, list(parameters.values())) if counts else []
-            yield Example(loss.detach(), dict(zip(parameters, gradients, strict=False)))
+        yield Example(loss.detach(), dict(zip(parameters, gradients, strict=False)))
+
+
+@contextmanager
+def _exact() -> Iterator[None]:
+    """Gradients are enabled, and nothing is compiled or has a backward pass that torch gets wrong."""
+    with torch.enable_grad(), uncompiled(), faults.avoided():
+        yield
 
 
 def clip(

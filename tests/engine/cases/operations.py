@@ -1,9 +1,12 @@
 """Products, convolutions, embeddings and norms: one row for each way to call them."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from engine.cases.case import D, Net, P, Problem, T, V, family, ids, linear, net, on, param, raw
 
@@ -236,6 +239,40 @@ def _before_linear(norm: nn.Module, width: int = D) -> nn.Module:
     return nn.Sequential(norm, nn.Linear(width, P))
 
 
+def _image(tokens: Tensor, *sizes: int) -> Tensor:
+    """[B, positions, channels] -> [B, channels, *sizes], where it lies: channels last, by what no stride of 1 tells."""
+    return tokens.mT.unflatten(2, sizes)
+
+
+def _of_tokens(norm, *sizes):
+    """The norm of an image made of tokens; the gradient lies in the order of the image's dimensions."""
+    return net(
+        lambda n, x: n.norm(_image(n.one(x), *sizes)),
+        (math.prod(sizes), D),
+        one=linear(),
+        norm=lambda: _randomised(norm(P)),
+    )
+
+
+def _time_first(function, tokens: Tensor) -> Tensor:
+    return function(tokens.transpose(0, 1).contiguous()).transpose(0, 1)
+
+
+def _to_tokens(norm, *sizes):
+    """The other way round: an image in the order of its dimensions is normed, and the gradient is one of tokens."""
+    return net(
+        lambda n, x: _time_first(n.one, n.norm(x * n.scale).flatten(2).mT),
+        (P, *sizes),
+        scale=raw(P, *sizes),
+        norm=lambda: _randomised(norm(P)),
+        one=linear(P, 2),
+    )
+
+
+def _checkpointed_norm(n: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(n.norm, _image(n.one(x), 2, 3), use_reentrant=False)
+
+
 NORMS = family(
     "norm",
     {
@@ -264,6 +301,14 @@ NORMS = family(
         "batch-2d-eval": on(lambda: _before_linear(_randomised(nn.BatchNorm2d(4)), 5).eval(), 4, 3, 5),
         "batch-frozen-in-training": on(
             lambda: nn.Sequential(nn.Conv2d(3, 4, 3), _randomised(nn.BatchNorm2d(4)), nn.ReLU()), 3, 4, 5
+        ),
+        "batch-2d-of-tokens": _of_tokens(nn.BatchNorm2d, 2, 3),
+        "batch-2d-to-tokens": _to_tokens(nn.BatchNorm2d, 2, 3),
+        "batch-2d-one-line": _of_tokens(nn.BatchNorm2d, 1, 3),
+        "batch-3d-to-tokens": _to_tokens(nn.BatchNorm3d, 2, 1, 3),
+        "batch-2d-no-affine": _of_tokens(lambda width: nn.BatchNorm2d(width, affine=False), 2, 3),
+        "batch-2d-checkpointed": net(
+            _checkpointed_norm, (6, D), one=linear(), norm=lambda: _randomised(nn.BatchNorm2d(P))
         ),
     },
 )
