@@ -213,6 +213,17 @@ def test_nothing_is_left_behind():
     assert not result.losses.requires_grad
 
 
+def test_a_layer_in_two_places_keeps_its_parameters():
+    torch.manual_seed(0)
+    layer = nn.Linear(D, D)
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    before = dict(layer.named_parameters())
+    pair = Pair(model)
+    for _ in range(3):
+        agree(pair, *batch(B, D))
+        assert all(layer._parameters[name] is p for name, p in before.items())
+
+
 # Random numbers
 
 
