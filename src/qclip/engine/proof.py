@@ -27,7 +27,7 @@ from qclip.engine.layouts import Layout, Single, candidates
 from qclip.engine.plan import Plan, SitePlan, plan_site, signature
 from qclip.engine.randomness import SameDraws
 from qclip.engine.refusal import Refusal
-from qclip.engine.sites import output_gradients
+from qclip.engine.sites import Site, output_gradients
 
 _NOTED: Final = 2**24
 """How many numbers are looked at at once."""
@@ -86,33 +86,58 @@ def prove(
 
     ``unseen`` are parameters that the loss depends on outside of the sites, ``reached`` says which sites it depends on.
     """
+    try:
+        with perturbed(capture.parameters.values()):
+            return _proven(capture, unseen, reached, batch, count, rerun, evaluation_mode)
+    except _OtherSites as other:
+        again = [_first_other(capture.sites, rerun(batch, count).capture.sites, count) for _ in range(2)]
+        raise (_routed(other.site) if again == [None, None] else _unrepeatable(unseen)) from None
+
+
+class _OtherSites(Exception):
+    """At perturbed parameters the evaluation does something else, from this site on."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self.site = site
+
+
+def _proven(
+    capture: Capture,
+    unseen: Sequence[str],
+    reached: Sequence[bool],
+    batch: Any,
+    count: int,
+    rerun: Rerun,
+    evaluation_mode: Callable[[], AbstractContextManager[None]],
+) -> Plan:
     reasons = dict.fromkeys(unseen, "the loss depends on it by a way that no torch function shows")
-    with perturbed(capture.parameters.values()):
-        batch, healthy = _healthy(rerun, batch, count)
-        trial = rerun(batch, count, keep_values=True)
-        if signature(trial.capture.sites, count) != signature(capture.sites, count):
-            raise _unrepeatable(unseen)
-        layouts, shown = _owners(trial, count)
-        failed = [site.spread for site, each in zip(trial.capture.sites, layouts, strict=True) if not each]
-        if any(ordinal is not None for ordinal in failed):
-            raise NotSpreading(frozenset(ordinal for ordinal in failed if ordinal is not None))
-        plans: Plans = []
-        grads = trial.gradients(torch.ones_like(trial.losses))
-        for site, admitted, found in zip(trial.capture.sites, layouts, grads, strict=True):
-            with torch.autocast(trial.losses.device.type, enabled=False):
-                fitting, reason = plan_site(site, admitted, found, count)
-            plans.append(fitting)
-            if not fitting:
-                reasons.update(dict.fromkeys(site.parameters, f"{reason} at {site}"))
-        random, device = trial.random, trial.losses.device
-        del trial, grads
-        if count > 1:
-            plans = _require_separation(rerun, batch, count, plans)
-            if not random:
+    batch, healthy = _healthy(rerun, batch, count)
+    trial = rerun(batch, count, keep_values=True)
+    other = _first_other(capture.sites, trial.capture.sites, count)
+    if other is not None:
+        raise _OtherSites(other)
+    layouts, shown = _owners(trial, count)
+    failed = [site.spread for site, each in zip(trial.capture.sites, layouts, strict=True) if not each]
+    if any(ordinal is not None for ordinal in failed):
+        raise NotSpreading(frozenset(ordinal for ordinal in failed if ordinal is not None))
+    plans: Plans = []
+    grads = trial.gradients(torch.ones_like(trial.losses))
+    for site, admitted, found in zip(trial.capture.sites, layouts, grads, strict=True):
+        with torch.autocast(trial.losses.device.type, enabled=False):
+            fitting, reason = plan_site(site, admitted, found, count)
+        plans.append(fitting)
+        if not fitting:
+            reasons.update(dict.fromkeys(site.parameters, f"{reason} at {site}"))
+    random, device = trial.random, trial.losses.device
+    del trial, grads
+    if count > 1:
+        plans = _require_separation(rerun, batch, count, plans)
+        if not random:
+            plans = _require_any_size(rerun, batch, count, plans, device)
+        elif _runs_in_evaluation(rerun, batch, count, evaluation_mode):
+            with evaluation_mode():
                 plans = _require_any_size(rerun, batch, count, plans, device)
-            elif _runs_in_evaluation(rerun, batch, count, evaluation_mode):
-                with evaluation_mode():
-                    plans = _require_any_size(rerun, batch, count, plans, device)
     whole = frozenset(reasons)
     sites = capture.sites
     used = tuple(
@@ -122,6 +147,27 @@ def prove(
         (seen and len(each) == 1) or not used for seen, each, used in zip(shown, layouts, reached, strict=True)
     )
     return Plan(used, whole, reasons, proven=healthy and certain and not capture.routes)
+
+
+def _first_other(sites: Sequence[Site], others: Sequence[Site], count: int) -> Site | None:
+    """The first site that is not the same in both."""
+    pairs = itertools.zip_longest(signature(sites, count), signature(others, count))
+    k = next((k for k, (mine, its) in enumerate(pairs) if mine != its), None)
+    return None if k is None else (sites if k < len(sites) else others)[k]
+
+
+SAME_WAY: Final = (
+    "Let all rows go through the same functions, with zero weights where they are not wanted; models of transformers "
+    'with experts do so after model.set_experts_implementation("batched_mm")'
+)
+"""What to do where data route rows."""
+
+
+def _routed(site: Site) -> Refusal:
+    return Refusal(
+        f"{site}: data and parameters decide which rows go there, such as tokens to experts. At the slightly other "
+        f"parameters of the proof these are other rows, so whose rows they are cannot be proven. {SAME_WAY}"
+    )
 
 
 def _unrepeatable(unseen: Sequence[str]) -> Refusal:
@@ -217,6 +263,26 @@ def _owns(layout: Layout, grads: Sequence[Tensor | None], half: Tensor, batch_si
         if bool(layout.by_example(grad, batch_size)[half == 0].count_nonzero()):
             return False
     return True
+
+
+def require_owners(run: Repetition, plan: Plan) -> None:
+    """Refuse a plan by which rows belong to other examples than the gradients say at the parameters as they are.
+
+    The proof is made at others. Where these decide which rows go where, other rows may have gone there. An example
+    whose loss is not finite may leave gradients behind that are not finite, though it is left out.
+    """
+    count = len(run.losses)
+    finite = run.losses.detach().isfinite()
+    for half in halves(count, run.losses):
+        out = half == 0
+        found = run.gradients(half, retain_graph=True)
+        for site, how, grads in zip(run.capture.sites, plan.sites, found, strict=True):
+            if how is None:
+                continue
+            for grad in (grad for grad in grads if grad is not None):
+                rows = how.layout.by_example(grad, count)[out].flatten(1)
+                if bool(((rows != 0) & (rows.isfinite() | finite[out, None])).any()):
+                    raise _routed(site)
 
 
 Plans = list[list[SitePlan]]
