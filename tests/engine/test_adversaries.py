@@ -12,6 +12,7 @@ from engine.cases import Net
 from engine.cases.case import D, P, T, param, squared
 from engine.compare import assert_same
 from qclip.engine import Engine, Refusal, clipped_gradients, oracle
+from qclip.engine.proof import perturbed
 
 B = 4
 pytestmark = pytest.mark.filterwarnings("ignore:data decide which rows of the batch go where:UserWarning")
@@ -74,6 +75,54 @@ def test_routed_to_experts():
     even = torch.tensor([[0, 0, 1, 1], [0, 0, 1, 1]])
     uneven = torch.tensor([[0, 0, 0, 1], [0, 1, 1, 1]])
     assert_right(model, *[((torch.randn(2, 4, D), choice), torch.randn(2)) for choice in (even, uneven)])
+
+
+def routed(listed):
+    """Each token goes to the expert on its side of a plane that is a parameter."""
+
+    def forward(n, x):
+        flat, out = x.flatten(0, 1), torch.zeros(x.shape[0] * x.shape[1], 2)
+        side = flat @ n.plane > 0
+        for expert, chosen in ((n.first, side), (n.second, ~side)):
+            where = chosen.nonzero().squeeze(1)
+            out = out.index_add(0, where, expert(flat[where.tolist() if listed else where]))
+        return out.view(*x.shape[:2], 2)
+
+    torch.manual_seed(0)
+    return Net(forward, plane=param(D), first=nn.Linear(D, 2), second=nn.Linear(D, 2))
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["by a tensor", "by a list"])
+def test_routed_otherwise_at_the_parameters_of_the_proof(listed):
+    """There each expert gets as many rows, but one of each example instead of both of one."""
+    model = routed(listed)
+    with perturbed(model.parameters()):
+        moved = model.plane.detach().clone()
+    planes = torch.stack([model.plane.detach(), moved])
+    sides = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, -1.0]])  # now, and in the proof
+    tokens = torch.randn(4, D)
+    tokens = tokens + (sides - tokens @ planes.T) @ torch.linalg.pinv(planes).T
+    assert torch.equal((tokens @ planes.T).sign(), sides)
+    x, targets = tokens.view(2, 2, D), torch.randn(2)
+    with pytest.raises(Refusal, match=r"first\.weight: data and parameters decide .*set_experts_implementation"):
+        clipped_gradients(model, squared, x, targets, 0.5)
+
+
+def test_routed_as_in_the_proof():
+    """Tokens far from the plane, one of each example on either side; an example that is not finite does not matter."""
+    model = routed(listed=False)
+    normal = F.normalize(model.plane.detach(), dim=0)
+    tokens = torch.randn(2, 2, D)
+    tokens = tokens + (torch.tensor([[5.0, -5.0], [-5.0, 5.0]]) - tokens @ normal)[..., None] * normal
+    assert_same(*(each(model, squared, tokens, torch.ones(2), 0.5) for each in ENGINE_AND_ORACLE), rtol=2e-5)
+    found = clipped_gradients(model, squared, tokens, torch.tensor([1.0, torch.nan]), 0.5)
+    alone = oracle.clipped_gradients(model, squared, tokens[:1], torch.ones(1), 0.5)
+    assert found.norms[1] == torch.inf
+    for name, total in alone.sums.items():
+        torch.testing.assert_close(found.sums[name], total)
+
+
+ENGINE_AND_ORACLE = (clipped_gradients, oracle.clipped_gradients)
 
 
 def test_a_loss_over_the_tokens_of_the_batch():

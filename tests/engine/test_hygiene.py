@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from engine.cases import Net
 from engine.cases.case import D, P, frozen, squared
+from engine.cases.hidden import ScaleForVmap
 from engine.compare import assert_same
-from qclip.engine import Engine, Refusal, clipped_gradients, explain
+from qclip.engine import Engine, Refusal, clipped_gradients, explain, oracle
 
 B = 4
 
@@ -80,6 +81,81 @@ def test_nothing_is_left_on_the_model():
             assert not module._forward_pre_hooks
             assert not module._backward_hooks
         assert all(not p._backward_hooks for p in model.parameters())
+
+
+def shared_dict():
+    """Two layers hold the same dict of parameters, used by a function that only vmap of the model sees into."""
+    bank = nn.ParameterDict({"scale": nn.Parameter(torch.rand(D))})
+    layers = [Net(lambda n, x: ScaleForVmap.apply(x, n.bank["scale"]), bank=bank) for _ in range(2)]
+    return nn.Sequential(*layers, nn.Linear(D, 2))
+
+
+def shared_layer():
+    """One layer in two places, which leaves what it gave in an attribute."""
+
+    def forward(n, x):
+        n.seen = ScaleForVmap.apply(x, n.scale)
+        return n.seen
+
+    layer = Net(forward, scale=nn.Parameter(torch.rand(D)))
+    layer.seen = None
+    return nn.Sequential(layer, nn.Tanh(), nn.Sequential(layer, nn.Linear(D, 2)))
+
+
+def contents(model):
+    """Every tensor that the model holds, by place, shared places and attributes included."""
+    return {
+        (name, place): value
+        for name, module in model.named_modules(remove_duplicate=False)
+        for place, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items())
+        if isinstance(value, Tensor)
+    }
+
+
+@pytest.mark.parametrize("make", [shared_dict, shared_layer])
+@pytest.mark.parametrize("broken", [False, True])
+def test_shared_modules_keep_their_parameters(make, broken, monkeypatch):
+    """When the whole model is run on other tensors example by example, whether that succeeds or not."""
+    model, (x, targets) = make(), batch()
+    kept = {place: value for place, value in contents(model).items() if isinstance(value, nn.Parameter)}
+    if broken:
+        monkeypatch.setattr(ScaleForVmap, "generate_vmap_rule", False)
+        with pytest.raises(Refusal, match="Running the model example by example failed too"):
+            run(model, x, targets)
+    else:
+        expected = oracle.clipped_gradients(model, squared, x, targets, 0.5)
+        for _ in range(3):
+            assert_same(run(model, x, targets), expected, rtol=2e-5)
+    for place, value in contents(model).items():
+        assert value is kept.get(place, value), place
+        assert not torch._C._functorch.is_functorch_wrapped_tensor(value), place
+    assert kept.keys() <= contents(model).keys()
+
+
+def test_adapters_that_share_a_bank_of_vectors_are_left_alone():
+    """VB-LoRA of `peft`: every adapter holds the same dict. Without padding it is exact; with, it may be refused."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    config = transformers.LlamaConfig(
+        vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+    )
+    adapters = peft.VBLoRAConfig(r=2, num_vectors=6, vector_length=4, topk=2, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)
+    kept = contents(model)
+    words, targets = torch.randint(11, (B, 3)), torch.randn(B)
+    lengths = torch.arange(3) < torch.tensor([[3], [2], [3], [1]])
+    for inputs in ({"input_ids": words}, {"input_ids": words, "attention_mask": lengths.long()}):
+        expected = oracle.clipped_gradients(model, logits_loss, inputs, targets, 0.5)
+        for _ in range(2):
+            try:
+                assert_same(run(model, inputs, targets, logits_loss), expected, rtol=2e-5)
+            except Refusal:
+                assert "attention_mask" in inputs
+            assert contents(model).keys() == kept.keys()
+            assert all(value is kept[place] for place, value in contents(model).items())
+
+
+def logits_loss(outputs, targets):
+    return squared(outputs.logits, targets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

@@ -385,6 +385,35 @@ def test_layouts_are_found(turn, layout, batch_size):
     assert plan.proven
 
 
+def test_layouts_that_no_gradient_tells_apart():
+    """The values do: the branch is time-first, which the sizes alone do not show."""
+    branch = lambda n, x: n.out(x + 0 * n.branch(x.transpose(0, 1)).transpose(0, 1))  # noqa: E731
+    plan, _ = plan_of(Net(branch, branch=nn.Linear(D, D), out=nn.Linear(D, P)), torch.randn(T, T, D))
+    assert plan.sites[0].layout == Axis(1)
+    assert not plan.proven
+
+
+@pytest.mark.parametrize("mixed", [lambda h: h + h.transpose(0, 1), lambda h: leak(h, (0, 2), detached=False)])
+def test_a_branch_without_gradient_that_mixes_by_every_layout(mixed):
+    forward = lambda n, x: n.out(x + 0 * n.branch(mixed(x)))  # noqa: E731
+    mixes(Net(forward, branch=nn.Linear(D, D), out=nn.Linear(D, P)), torch.randn(T, T, D))
+
+
+@pytest.mark.parametrize("name", ["SiglipVisionModel", "SiglipForImageClassification"])
+def test_siglip_at_every_batch_size(name):
+    """With 4 patches, 4 examples among them. The one reads its pooling head, the other does not."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.SiglipVisionConfig(**sizes, image_size=4, patch_size=2, num_channels=1)
+    if name == "SiglipForImageClassification":
+        config = transformers.SiglipConfig(vision_config=config.to_dict(), num_labels=3)
+    model = getattr(transformers, name)(config).train()
+    loss = lambda outputs, targets: squared(outputs[-1] if "pooler_output" in outputs else outputs[0], targets)  # noqa: E731
+    for B in (2, 4, 5):
+        problem = (model, loss, {"pixel_values": torch.randn(B, 1, 4, 4)}, torch.randn(B), 0.5)
+        assert_same(clipped_gradients(*problem), oracle.clipped_gradients(*problem), rtol=2e-5)
+
+
 def test_rules_and_fallbacks():
     plan, sites = plan_of(nn.Sequential(nn.Linear(D, P), nn.PReLU()), torch.randn(4, D))
     assert [how.by_rule for how in plan.sites] == [True, False]

@@ -24,6 +24,7 @@ from engine.cases.case import D, P, V, frozen, ids, param, squared
 from engine.cases.hidden import Product
 from engine.compare import assert_same
 from qclip.engine import Dense, Engine, Outer, Refusal, clipped_gradients, explain, oracle, register_rule, running_state
+from qclip.engine.proof import perturbed
 from qclip.engine.rules import unregister_rule
 
 B = 4
@@ -603,6 +604,54 @@ def test_not_the_same_sites_twice():
     model = Net(forward, one=nn.Linear(D, D))
     model.turn = False
     refuse(model, "did not do the same twice", "nothing but its inputs, its parameters and", "random numbers")
+
+
+def test_other_rows_at_the_parameters_of_the_proof():
+    """The model does the same twice; how many rows an expert gets depends on its parameters."""
+
+    def forward(n, x):
+        chosen = (x @ n.plane > 0).nonzero().squeeze(1)
+        return n.shared(x).index_add(0, chosen, n.expert(x[chosen]))
+
+    model = Net(forward, plane=param(D), shared=nn.Linear(D, P), expert=nn.Linear(D, P))
+    with perturbed(model.parameters()):
+        moved = model.plane.detach().clone()
+    x, planes = inputs(), torch.stack([model.plane.detach(), moved])
+    sides = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0], [1.0, 1.0]])  # now, and in the proof
+    x = x + (sides - x @ planes.T) @ torch.linalg.pinv(planes).T
+    refuse(model, "expert.weight", "data and parameters decide which rows", "cannot be proven", "batched_mm", x=x)
+
+
+def mixtral(implementation):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=V, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config)
+    model.set_experts_implementation(implementation)
+    return model
+
+
+def logits_loss(outputs, targets):
+    return squared(outputs.logits, targets)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_experts_of_transformers(implementation):
+    """In a loop, or sorted: with padding the whole model cannot be run example by example either."""
+    words = {"input_ids": ids(B, 3), "attention_mask": (torch.arange(3) < torch.tensor([[3], [2], [3], [1]])).long()}
+    with pytest.raises(Refusal) as refusal:
+        clipped_gradients(mixtral(implementation), logits_loss, words, torch.randn(B), 1.0)
+    says(refusal, "experts", "rows", 'model.set_experts_implementation("batched_mm")')
+
+
+@pytest.mark.filterwarnings("ignore:data decide which rows of the batch go where:UserWarning")
+@pytest.mark.parametrize("training", [True, False])
+def test_the_way_out_for_experts_of_transformers(training):
+    words = {"input_ids": ids(B, 3), "attention_mask": (torch.arange(3) < torch.tensor([[3], [2], [3], [1]])).long()}
+    problem = (mixtral("batched_mm").train(training), logits_loss, words, torch.randn(B), 0.1)
+    assert_same(clipped_gradients(*problem), oracle.clipped_gradients(*problem), rtol=2e-5)
 
 
 def test_not_the_same_values_twice():

@@ -26,7 +26,7 @@ from qclip.engine.parts import (
     require_totals,
 )
 from qclip.engine.plan import Plan, signature
-from qclip.engine.proof import PROOFS, NotSpreading, Repetition, perturbed, prove
+from qclip.engine.proof import PROOFS, SAME_WAY, NotSpreading, Repetition, perturbed, prove, require_owners
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 from qclip.engine.repeatable import repeatably
@@ -365,6 +365,8 @@ class Engine:
                 everyone = torch.ones(run.count, dtype=torch.bool, device=again.losses.device)
                 parts = self.collect(again, plan, everyone, evaluate, batch)
                 require_totals(parts, expected, again.capture.sites, self.parameters)
+            if run.capture.routes or again.capture.fingerprint != run.capture.fingerprint:
+                require_owners(Repetition(run.capture, run.losses, random=False), plan)
             return plan
 
         try:
@@ -385,6 +387,7 @@ class Engine:
         if not plan.whole:
             return
         names, why = sorted(plan.whole), plan.why
+        remedy = SAME_WAY if run.capture.routes else _REMEDY
         self._recording = True
         try:
             again, grads = fallback.whole_model_gradients(
@@ -393,13 +396,13 @@ class Engine:
         except _CALLS_FOR_REFUSAL as error:
             raise Refusal(
                 f"no exact way to clip {why}. Running the model example by example failed too: {_first_line(error)}. "
-                f"{_REMEDY}"
+                f"{remedy}"
             ) from error
         finally:
             self._recording = False
         rough = torch.is_autocast_enabled(self.device.type) or tf32.anywhere(self.device)
         if not fallback.close(again.detach(), run.losses.detach(), rough=rough):
-            raise Refusal(f"no exact way to clip {why}. Run example by example the model gives other losses. {_REMEDY}")
+            raise Refusal(f"no exact way to clip {why}. Run example by example the model gives other losses. {remedy}")
         for name in names:
             parts[name] = [Part(Dense(scale_examples(grads[name], keep)))]
 

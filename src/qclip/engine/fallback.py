@@ -13,6 +13,7 @@ from qclip.engine import batch as batches
 from qclip.engine.layouts import Layout
 from qclip.engine.randomness import RandomState
 from qclip.engine.sites import Call, Site, map_leaves, tensors
+from qclip.engine.swapped import swapped
 
 
 @contextmanager
@@ -101,19 +102,6 @@ def _example_function(
     return run
 
 
-class Evaluation(nn.Module):
-    """A model and what is done with it, as one module, so that `functional_call` can put other parameters in."""
-
-    def __init__(self, model: nn.Module, evaluate: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.model = model
-        self.evaluate = evaluate
-
-    def forward(self, batch: Any) -> Any:
-        """What is done with the model, such as one loss per example."""
-        return self.evaluate(batch)
-
-
 def whole_model_gradients(
     model: nn.Module,
     evaluate: Callable[[Any], Tensor],
@@ -123,7 +111,6 @@ def whole_model_gradients(
     state: RandomState,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The losses and the named parameters' per-example gradients, by vmap over the whole evaluation."""
-    whole = Evaluation(model, evaluate)
     parameters = dict(model.named_parameters())
     wanted = {name: parameters[name].detach() for name in names}
     leaves, structure = pytree.tree_flatten(batch)
@@ -133,8 +120,8 @@ def whole_model_gradients(
         mine = list(leaves)
         for k, row in zip(carrying, rows, strict=True):
             mine[k] = row
-        renamed = {f"model.{name}": value for name, value in values.items()}
-        return torch.func.functional_call(whole, renamed, (pytree.tree_unflatten(mine, structure),)).sum()
+        with swapped(model, values):
+            return evaluate(pytree.tree_unflatten(mine, structure)).sum()
 
     rows = [leaves[k].unsqueeze(1) for k in carrying]
     with _replayed(state):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils import _pytree as pytree
@@ -20,12 +20,12 @@ from qclip.engine import checks, clipping, faults
 from qclip.engine.checks import Evaluate
 from qclip.engine.cross_entropy import one_pass_cross_entropy
 from qclip.engine.engine import Engine, Run
-from qclip.engine.fallback import Evaluation
-from qclip.engine.parts import Parts, collect, prepare
+from qclip.engine.parts import collect, prepare
 from qclip.engine.plan import Plan
 from qclip.engine.randomness import RandomState
 from qclip.engine.rewrites import clip_early, free_layouts, is_random, use_recomputed
 from qclip.engine.sites import Site
+from qclip.engine.swapped import swapped
 
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """A step: from `inputs_of` to what its graph returns."""
@@ -85,22 +85,18 @@ def trace(
         frozen = [x for x in constants.values() if not x.requires_grad]
         capture = engine.capture(parameters, frozen, mine, len(keep), like=run.count, traced=True)
 
-        def losses_and_parts(batch: Any) -> tuple[Tensor, Parts]:
-            start = RandomState.now(torch.device("cpu"))
+        start = RandomState.now(torch.device("cpu"))
+        # The backward pass, too, sees the inputs as the model's tensors: a checkpointed block runs again in it.
+        with torch.enable_grad(), faults.avoided(), swapped(engine.model, parameters | constants):
             with capture:
-                losses = evaluate(batch)
+                losses = evaluate(mine)
             if not start.python_unmoved():
                 raise Untraceable("random numbers of Python or numpy decide in the forward pass")
             checks.require_losses(losses, len(keep))
             _require_same_sites(capture.sites, len(keep), run)
             ends.append(len(_nodes()))
             backward_ends = lambda: ends.append(len(_nodes()))  # noqa: E731
-            return losses, collect(capture.sites, plan, losses, keep, parameters, after_backward=backward_ends)
-
-        # The backward pass, too, sees the inputs as the model's tensors: a checkpointed block runs again in it.
-        lifted = {f"model.{name}": x for name, x in (parameters | constants).items()}
-        with torch.enable_grad(), faults.avoided():
-            losses, parts = torch.func.functional_call(Evaluation(engine.model, losses_and_parts), lifted, (mine,))
+            parts = collect(capture.sites, plan, losses, keep, parameters, after_backward=backward_ends)
         with torch.no_grad(), torch.autocast(keep.device.type, enabled=False):
             prepare(parts, engine.costs, engine.groups.stretches())  # `clip_early` lets gradients go
             bundles = clipping.bundled(parts, engine.groups)
@@ -111,8 +107,7 @@ def trace(
             raise Untraceable("random numbers of the forward pass would have to be drawn again in the backward pass")
         return *sums.values(), norms.by_group, losses.detach(), norms.finite
 
-    with _attributes_kept(engine.model):
-        graph = _traced(step, inputs_of(model_tensors(engine), batch, keep, limits))
+    graph = _traced(step, inputs_of(model_tensors(engine), batch, keep, limits))
     use_recomputed(graph.graph, *ends)
     clip_early(graph.graph, *ends)
     graph.graph.eliminate_dead_code()
@@ -121,18 +116,6 @@ def trace(
         free_layouts(graph.graph)
     graph.recompile()
     return graph
-
-
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """What a forward pass on shapes alone leaves in attributes, such as a cached table, is of no use to a real one."""
-    before = [(module, dict(vars(module))) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
 
 
 def _others(engine: Engine) -> dict[str, Tensor]:

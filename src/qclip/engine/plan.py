@@ -91,30 +91,36 @@ def signature(sites: Sequence[Site], batch_size: int) -> tuple[Any, ...]:
 
 def plan_site(
     site: Site, layouts: Sequence[Layout], grads: Sequence[Tensor | None], batch_size: int
-) -> tuple[SitePlan | None, str]:
-    """A plan, or why there is none."""
+) -> tuple[list[SitePlan], str]:
+    """A plan for each of the layouts that some way fits, and why there is none."""
     if not layouts:
-        return None, "the rows of its output cannot be attributed to examples"
+        return [], "the rows of its output cannot be attributed to examples"
     assert site.value is not None
     filled = [
         grad if grad is not None else torch.zeros(output.shape, dtype=output.dtype, device=site.value.device)
         for grad, output in zip(grads, site.outputs, strict=True)
     ]
+    plans: list[SitePlan] = []
     for layout in layouts:
         for by_rule, dims in _ways(site):
             plan = SitePlan(layout, by_rule, dims, str(site))
             try:
-                if by_rule or _replays(site, plan, batch_size):
-                    forms = gradient_forms(site, plan, filled, batch_size)
-                    if all(
-                        _fits(forms.get(key), source.shape, batch_size) for key, source in site.call.sources.items()
-                    ):
-                        return plan, ""
+                if (by_rule or _replays(site, plan, batch_size)) and _covers(site, plan, filled, batch_size):
+                    plans.append(plan)
+                    break
             except NotImplementedError as error:
-                raise Refusal(f"{site}: {error}") from error
+                if not plans:
+                    raise Refusal(f"{site}: {error}") from error
+                break
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
                 continue  # this way does not fit the call; the next one may
-    return None, "it has no rule, and running it again example by example does not give what it gave"
+    return plans, "it has no rule, and running it again example by example does not give what it gave"
+
+
+def _covers(site: Site, plan: SitePlan, grads: Sequence[Tensor], batch_size: int) -> bool:
+    """Whether the plan gives a per-example gradient of every source."""
+    forms = gradient_forms(site, plan, grads, batch_size)
+    return all(_fits(forms.get(key), source.shape, batch_size) for key, source in site.call.sources.items())
 
 
 def _replays(site: Site, plan: SitePlan, batch_size: int) -> bool:

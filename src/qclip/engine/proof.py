@@ -27,7 +27,7 @@ from qclip.engine.layouts import Layout, Single, candidates
 from qclip.engine.plan import Plan, SitePlan, plan_site, signature
 from qclip.engine.randomness import SameDraws
 from qclip.engine.refusal import Refusal
-from qclip.engine.sites import output_gradients
+from qclip.engine.sites import Site, output_gradients
 
 _NOTED: Final = 2**24
 """How many numbers are looked at at once."""
@@ -86,40 +86,88 @@ def prove(
 
     ``unseen`` are parameters that the loss depends on outside of the sites, ``reached`` says which sites it depends on.
     """
+    try:
+        with perturbed(capture.parameters.values()):
+            return _proven(capture, unseen, reached, batch, count, rerun, evaluation_mode)
+    except _OtherSites as other:
+        again = [_first_other(capture.sites, rerun(batch, count).capture.sites, count) for _ in range(2)]
+        raise (_routed(other.site) if again == [None, None] else _unrepeatable(unseen)) from None
+
+
+class _OtherSites(Exception):
+    """At perturbed parameters the evaluation does something else, from this site on."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self.site = site
+
+
+def _proven(
+    capture: Capture,
+    unseen: Sequence[str],
+    reached: Sequence[bool],
+    batch: Any,
+    count: int,
+    rerun: Rerun,
+    evaluation_mode: Callable[[], AbstractContextManager[None]],
+) -> Plan:
     reasons = dict.fromkeys(unseen, "the loss depends on it by a way that no torch function shows")
-    with perturbed(capture.parameters.values()):
-        batch, healthy = _healthy(rerun, batch, count)
-        trial = rerun(batch, count, keep_values=True)
-        if signature(trial.capture.sites, count) != signature(capture.sites, count):
-            raise _unrepeatable(unseen)
-        layouts, shown = _owners(trial, count)
-        failed = [site.spread for site, each in zip(trial.capture.sites, layouts, strict=True) if not each]
-        if any(ordinal is not None for ordinal in failed):
-            raise NotSpreading(frozenset(ordinal for ordinal in failed if ordinal is not None))
-        plans = []
-        grads = trial.gradients(torch.ones_like(trial.losses))
-        for site, admitted, found in zip(trial.capture.sites, layouts, grads, strict=True):
-            with torch.autocast(trial.losses.device.type, enabled=False):
-                plan, reason = plan_site(site, admitted, found, count)
-            plans.append(plan)
-            if plan is None:
-                reasons.update(dict.fromkeys(site.parameters, f"{reason} at {site}"))
-        random, device = trial.random, trial.losses.device
-        del trial, grads
-        if count > 1:
-            _require_separation(rerun, batch, count, plans)
-            if not random:
-                _require_any_size(rerun, batch, count, plans, device)
-            elif _runs_in_evaluation(rerun, batch, count, evaluation_mode):
-                with evaluation_mode():
-                    _require_any_size(rerun, batch, count, plans, device)
+    batch, healthy = _healthy(rerun, batch, count)
+    trial = rerun(batch, count, keep_values=True)
+    other = _first_other(capture.sites, trial.capture.sites, count)
+    if other is not None:
+        raise _OtherSites(other)
+    layouts, shown = _owners(trial, count)
+    failed = [site.spread for site, each in zip(trial.capture.sites, layouts, strict=True) if not each]
+    if any(ordinal is not None for ordinal in failed):
+        raise NotSpreading(frozenset(ordinal for ordinal in failed if ordinal is not None))
+    plans: Plans = []
+    grads = trial.gradients(torch.ones_like(trial.losses))
+    for site, admitted, found in zip(trial.capture.sites, layouts, grads, strict=True):
+        with torch.autocast(trial.losses.device.type, enabled=False):
+            fitting, reason = plan_site(site, admitted, found, count)
+        plans.append(fitting)
+        if not fitting:
+            reasons.update(dict.fromkeys(site.parameters, f"{reason} at {site}"))
+    random, device = trial.random, trial.losses.device
+    del trial, grads
+    if count > 1:
+        plans = _require_separation(rerun, batch, count, plans)
+        if not random:
+            plans = _require_any_size(rerun, batch, count, plans, device)
+        elif _runs_in_evaluation(rerun, batch, count, evaluation_mode):
+            with evaluation_mode():
+                plans = _require_any_size(rerun, batch, count, plans, device)
     whole = frozenset(reasons)
     sites = capture.sites
-    used = tuple(None if whole.issuperset(site.parameters) else plan for plan, site in zip(plans, sites, strict=True))
+    used = tuple(
+        None if whole.issuperset(site.parameters) else fitting[0] for fitting, site in zip(plans, sites, strict=True)
+    )
     certain = all(
         (seen and len(each) == 1) or not used for seen, each, used in zip(shown, layouts, reached, strict=True)
     )
     return Plan(used, whole, reasons, proven=healthy and certain and not capture.routes)
+
+
+def _first_other(sites: Sequence[Site], others: Sequence[Site], count: int) -> Site | None:
+    """The first site that is not the same in both."""
+    pairs = itertools.zip_longest(signature(sites, count), signature(others, count))
+    k = next((k for k, (mine, its) in enumerate(pairs) if mine != its), None)
+    return None if k is None else (sites if k < len(sites) else others)[k]
+
+
+SAME_WAY: Final = (
+    "Let all rows go through the same functions, with zero weights where they are not wanted; models of transformers "
+    'with experts do so after model.set_experts_implementation("batched_mm")'
+)
+"""What to do where data route rows."""
+
+
+def _routed(site: Site) -> Refusal:
+    return Refusal(
+        f"{site}: data and parameters decide which rows go there, such as tokens to experts. At the slightly other "
+        f"parameters of the proof these are other rows, so whose rows they are cannot be proven. {SAME_WAY}"
+    )
 
 
 def _unrepeatable(unseen: Sequence[str]) -> Refusal:
@@ -217,6 +265,32 @@ def _owns(layout: Layout, grads: Sequence[Tensor | None], half: Tensor, batch_si
     return True
 
 
+def require_owners(run: Repetition, plan: Plan) -> None:
+    """Refuse a plan by which rows belong to other examples than the gradients say at the parameters as they are.
+
+    The proof is made at others. Where these decide which rows go where, other rows may have gone there. An example
+    whose loss is not finite may leave gradients behind that are not finite, though it is left out.
+    """
+    count = len(run.losses)
+    finite = run.losses.detach().isfinite()
+    for half in halves(count, run.losses):
+        out = half == 0
+        found = run.gradients(half, retain_graph=True)
+        for site, how, grads in zip(run.capture.sites, plan.sites, found, strict=True):
+            if how is None:
+                continue
+            for grad in (grad for grad in grads if grad is not None):
+                rows = how.layout.by_example(grad, count)[out].flatten(1)
+                if bool(((rows != 0) & (rows.isfinite() | finite[out, None])).any()):
+                    raise _routed(site)
+
+
+Plans = list[list[SitePlan]]
+"""For each site those that fit: none, or more than one where no gradient tells its layouts apart."""
+Notes = dict[tuple[int, Layout], Tensor]
+"""By site and layout."""
+
+
 @dataclass(eq=False)
 class Traces:
     """What each example left at every site: random projections and sizes of its values and gradients.
@@ -224,10 +298,10 @@ class Traces:
     A projection on a Gaussian direction moves by as much as what is projected, so few numbers stand for many.
     """
 
-    plans: Sequence[SitePlan | None]
+    plans: Plans
     count: int
-    values: dict[int, Tensor] = field(default_factory=dict)
-    grads: dict[int, Tensor] = field(default_factory=dict)
+    values: Notes = field(default_factory=dict)
+    grads: Notes = field(default_factory=dict)
     losses: Tensor = field(default_factory=lambda: torch.zeros(0))
     sites: list[str] = field(default_factory=list)
     random: bool = False
@@ -235,7 +309,7 @@ class Traces:
     """Whether something was rounded to 16 bits on the way."""
 
     @staticmethod
-    def of(rerun: Rerun, batch: Any, count: int, plans: Sequence[SitePlan | None]) -> "Traces":
+    def of(rerun: Rerun, batch: Any, count: int, plans: Plans) -> "Traces":
         """Run the evaluation and trace it."""
         traces = Traces(plans, count)
         trial = rerun(batch, count, observe=lambda k, value: traces._note(traces.values, k, value))
@@ -247,40 +321,52 @@ class Traces:
                 traces._note(traces.grads, k, grads[0])
         return traces
 
-    def _note(self, notes: dict[int, Tensor], k: int, x: Tensor) -> None:
-        plan = self.plans[k] if k < len(self.plans) else None
-        if plan is None or not plan.layout.holds(x, self.count) or not (x.is_floating_point() or x.is_complex()):
-            return
-        rows = plan.layout.by_example(x.detach(), self.count).reshape(self.count, -1)
-        rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
-        direction = torch.Generator(rows.device).manual_seed(rows.shape[1])
-        onto = torch.randn(rows.shape[1], 2, generator=direction, dtype=torch.float64, device=rows.device)
-        self.rough |= x.dtype in (torch.bfloat16, torch.float16)
-        some = rows.split(max(1, _NOTED // max(1, rows.shape[1])))  # in float64 all of them may be too large
-        notes[k] = torch.cat([torch.cat([x @ onto, x.norm(dim=1, keepdim=True)], 1) for x in map(Tensor.double, some)])
+    def _note(self, notes: Notes, k: int, x: Tensor) -> None:
+        for plan in self.plans[k] if k < len(self.plans) else ():
+            if plan.layout.holds(x, self.count) and (x.is_floating_point() or x.is_complex()):
+                self.rough |= x.dtype in (torch.bfloat16, torch.float16)
+                notes[k, plan.layout] = _projected(plan.layout.by_example(x.detach(), self.count))
 
-    def difference(
+    def agreeing(
         self, other: "Traces", mine: Tensor, its: Tensor, tolerance: float, *, allowed: int = 0
-    ) -> str | None:
-        """Where more than ``allowed`` of the examples ``mine`` differ from the other's ``its``, in words, or None.
+    ) -> tuple[Plans, str | None]:
+        """The plans by which all but ``allowed`` of the examples ``mine`` are the other's ``its`` at their sites.
 
-        Values differ from where they were mixed onward, gradients from there backward.
+        And, in words, where they are not by any plan, or None. Values differ from where they were mixed onward,
+        gradients from there backward.
         """
+        plans = [list(fitting) for fitting in self.plans]
         if self.sites == other.sites:
             for kind, words in (("values", "at or before"), ("grads", "at or after")):
                 here, there = getattr(self, kind), getattr(other, kind)
-                common = sorted(here.keys() & there.keys(), reverse=kind == "grads")
-                largest = max((float(here[k][mine, 2].max()) for k in common), default=0.0)
-                for k in common:
-                    a, b = here[k][mine], there[k][its]
-                    room = tolerance * (a[:, 2:] + b[:, 2:]) + 1e-3 * tolerance * largest
-                    if int(((a - b).abs() > room).any(1).sum()) > allowed:
-                        return f"{words} {self.sites[k]}"
+                common = here.keys() & there.keys()
+                known = [[plan for plan in fitting if (k, plan.layout) in common] for k, fitting in enumerate(plans)]
+                order = [k for k, fitting in enumerate(known) if fitting][:: -1 if kind == "grads" else 1]
+                largest = max((float(here[k, known[k][0].layout][mine, 2].max()) for k in order), default=0.0)
+                for k in order:
+                    plans[k] = []
+                    for plan in known[k]:
+                        a, b = here[k, plan.layout][mine], there[k, plan.layout][its]
+                        room = tolerance * (a[:, 2:] + b[:, 2:]) + 1e-3 * tolerance * largest
+                        if int(((a - b).abs() > room).any(1).sum()) <= allowed:
+                            plans[k].append(plan)
+                    if not plans[k]:
+                        return plans, f"{words} {self.sites[k]}"
         a, b = self.losses[mine].double(), other.losses[its].double()
         if int(((a - b).abs() > tolerance * (a.abs() + b.abs()) + 1e-12).sum()) <= allowed:
-            return None
-        unknown = [name for name, plan in zip(self.sites, self.plans, strict=False) if plan is None]
-        return f"at or after {unknown[-1]}" if unknown else "in the loss"
+            return plans, None
+        unknown = [name for name, fitting in zip(self.sites, self.plans, strict=False) if not fitting]
+        return plans, f"at or after {unknown[-1]}" if unknown else "in the loss"
+
+
+def _projected(rows: Tensor) -> Tensor:
+    """[B, 3]: two projections of each example's part, and its size."""
+    rows = rows.reshape(len(rows), -1)
+    rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
+    direction = torch.Generator(rows.device).manual_seed(rows.shape[1])
+    onto = torch.randn(rows.shape[1], 2, generator=direction, dtype=torch.float64, device=rows.device)
+    some = rows.split(max(1, _NOTED // max(1, rows.shape[1])))  # in float64 all of them may be too large
+    return torch.cat([torch.cat([x @ onto, x.norm(dim=1, keepdim=True)], 1) for x in map(Tensor.double, some)])
 
 
 _MIX = (
@@ -290,25 +376,24 @@ _MIX = (
 )
 
 
-def _require_separation(rerun: Rerun, batch: Any, count: int, plans: Sequence[SitePlan | None]) -> None:
-    """Refuse a model in which an example depends on the others, even where no gradient shows it."""
+def _require_separation(rerun: Rerun, batch: Any, count: int, plans: Plans) -> Plans:
+    """The plans by which no example depends on the others, even where no gradient shows it, or a refusal."""
     before = Traces.of(rerun, batch, count, plans)
     everyone = torch.arange(count, device=before.losses.device)
     again = Traces.of(rerun, batch, count, plans)
     tolerance = 1e-2 if before.rough else 1e-4
-    if before.difference(again, everyone, everyone, tolerance) is not None:
+    if before.agreeing(again, everyone, everyone, tolerance)[1] is not None:
         raise _unrepeatable(())
     for half in halves(count, before.losses):
         stay = half != 0
         after = Traces.of(rerun, batches.select(batch, replacement(stay), count), count, plans)
-        where = before.difference(after, stay, stay, tolerance)
+        before.plans, where = before.agreeing(after, stay, stay, tolerance)
         if where is not None:
             raise Refusal(f"examples mix: replacing some of them changed others, {where}. {_MIX}")
+    return before.plans
 
 
-def _require_any_size(
-    rerun: Rerun, batch: Any, count: int, plans: Sequence[SitePlan | None], device: torch.device
-) -> None:
+def _require_any_size(rerun: Rerun, batch: Any, count: int, plans: Plans, device: torch.device) -> Plans:
     """Refuse a model that treats an example in another way when there are fewer: a loss divided by the batch's size.
 
     Other sizes are computed by other kernels, which round in another way: where that makes another element the largest
@@ -321,16 +406,17 @@ def _require_any_size(
     with SameDraws(size, device, first.drawn):
         other = Traces.of(rerun, batches.select(batch, index, count), size, plans)
     if other.random:
-        return  # random numbers that cannot be held still, such as those of a fused dropout
+        return plans  # random numbers that cannot be held still, such as those of a fused dropout
     both = index[: min(size, count)]
     tolerance = 0.2 if usual.rough else 1e-2
-    where = usual.difference(other, both, both, tolerance, allowed=len(both) // 20)
+    plans, where = usual.agreeing(other, both, both, tolerance, allowed=len(both) // 20)
     if where is not None:
         raise Refusal(
             f"an example's gradient depends on how many others there are, {where}: such as a loss divided "
             "by the batch's size or its number of tokens. Reduce over each example only; the clipped sum is divided by "
             "the expected batch size later"
         )
+    return plans
 
 
 def _runs_in_evaluation(

@@ -82,6 +82,14 @@ def _vit(B: int) -> Problem:
     return Problem(model, {"pixel_values": torch.randn(B, 3, 8, 8)}, loss=_pooled)
 
 
+def _siglip(B: int) -> Problem:
+    """It pools the patches by a mean, and computes the output of a pooling head that nobody reads."""
+    sizes = {name: value for name, value in SMALL.items() if name != "vocab_size"}
+    vision = sizes | {"image_size": 8, "patch_size": 4}
+    model = _build("SiglipForImageClassification", "SiglipConfig", vision_config=vision, num_labels=3)
+    return Problem(model, {"pixel_values": torch.randn(B, 3, 8, 8)}, loss=_pooled)
+
+
 def _t5(B: int) -> Problem:
     model = _build(
         "T5ForConditionalGeneration", "T5Config", "eager", vocab_size=V, d_model=8, d_kv=4, d_ff=12, num_layers=2,
@@ -140,6 +148,7 @@ MODELS: list[Case] = family(
         "gpt2-lora": _lora,
         "bert": _bert,
         "vit": _vit,
+        "siglip": _siglip,
         "swin": _swin,
         "deberta": _deberta,
         "llama": lambda B: _causal(B, _decoder("Llama", num_key_value_heads=1)),

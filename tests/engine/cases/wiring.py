@@ -170,6 +170,23 @@ def _gated(n: nn.Module, x: Tensor) -> Tensor:
     return (outputs * n.router(x).softmax(-1).unsqueeze(-2)).sum(-1)
 
 
+def _pooling_head() -> nn.Module:
+    """A query of its own for every example; the attention is time-first inside."""
+    pool = lambda n, x: n.attention(n.probe.repeat(len(x), 1, 1), x, x)[0][:, 0]  # noqa: E731
+    return Net(pool, probe=param(1, 1, D), attention=nn.MultiheadAttention(D, 2, batch_first=True))
+
+
+def _unread(n: nn.Module, x: Tensor) -> Tensor:
+    """As in classifiers that pool by a mean, with a pooling head that the model has anyway."""
+    n.head(x)
+    return n.out(x.mean(1))
+
+
+def _switched_off(n: nn.Module, x: Tensor) -> Tensor:
+    """A time-first branch that gets no gradient, though the loss depends on it."""
+    return n.out(x + n.off * n.branch(x.transpose(0, 1)).transpose(0, 1))
+
+
 def _experts(function):
     experts = lambda: nn.ModuleList([nn.Linear(D, P), nn.Linear(D, P)])  # noqa: E731
     return net(function, router=linear(D, 2), experts=experts)
@@ -199,6 +216,11 @@ LAYOUTS = family(
         "token-mixing": net(lambda n, x: n.two(n.one(x.mT).mT.tanh()), one=linear(T, T), two=linear()),
         "gated-experts": _experts(_gated),
         "pooled": net(lambda n, x: n.two(n.one(x).tanh().max(1).values), one=linear(), two=linear(P, 2)),
+        "pooled-by-attention": net(lambda n, x: n.out(n.head(x)), head=_pooling_head, out=linear()),
+        "pooled-by-attention-unread": net(_unread, head=_pooling_head, out=linear()),
+        "time-first-switched-off": net(
+            _switched_off, branch=linear(D, D), off=lambda: nn.Buffer(torch.zeros(D)), out=linear()
+        ),
         "one-token-read": net(lambda n, x: n.two(n.one(x)[:, 0]), one=linear(), two=linear(P, 2)),
     },
 )
