@@ -147,7 +147,7 @@ class SlackQuantile(Threshold[tuple[Group, ...]]):
         rise = group["outer"] + self._above(group) - group["inner"]
         slope = max(rise / math.log(1 / INNER_RADIUS), usual_slope(p) / 4)
         error = plausible(fraction, std) - p
-        change, velocity, lost = pursue(group["velocity"], error, slope, std, p)
+        change, velocity, lost = pursue(group["velocity"], error, slope, std, p, group["seen"])
         tau = moved(group["tau"], change, self.tau_min, self.tau_max)
         seen = min(group["seen"], RESTART) if lost else group["seen"]
         return Group(tau=tau, velocity=velocity, inner=group["inner"], outer=group["outer"], seen=seen)
