@@ -49,7 +49,7 @@ class SlackQuantile(Threshold[tuple[Group, ...]]):
     large batches or little noise, and `check` says so; `PrivateQuantile` needs neither, for 1 % of noise.
 
     p: the fraction of examples left unclipped, a number or a schedule.
-    initial: tau at the first step. It crosses a factor of 100 in 16 to 25 steps.
+    initial: tau at the first step. It crosses a factor of 100 in 15 to 26 steps.
     outer_radius: of the outer count, relative to tau. Nearer to 1 there is less to be added, and more noise: 0.98
         instead of 0.95 takes the error from 0.01 to 0.004, and is good where the batch size is over 256 times the
         noise multiplier.
