@@ -15,6 +15,12 @@ MAX_VELOCITY = 0.05
 MAX_GAIN = 0.4
 RESTART = 8
 """How many steps an average counts for at most once the quantile was lost: it is about another place."""
+FALSE_ALARM = NORMAL.inv_cdf(0.99)
+"""The least error in standard deviations at which the quantile counts as lost: noise exceeds it in 1 % of steps. More
+false alarms restart averages and hold the velocity without need, and on one side only, which is a bias."""
+FOUND = 2.0
+"""How many time constants (steps times gain) pass before the velocity is learnt. A Kalman filter that starts with an
+unknown place at rest corrects the place by 1/n at step n until its steady gain, and the velocity hardly before this."""
 USUAL_DRIFT = 0.004
 """The change of the unclipped fraction in a step that the gain is meant for: norms that drift by 1 %, at the median."""
 
@@ -55,19 +61,23 @@ def usual_slope(p: float) -> float:
     return NORMAL.pdf(NORMAL.inv_cdf(p))
 
 
-def gain(std: float, p: float) -> float:
+def gain(std: float, p: float, seen: float = math.inf) -> float:
     """Which part of an error to correct at once, when a fraction is known up to this standard deviation in each step.
 
     A gain g passes on noise of variance ``g std^2 / 2`` and follows a drift of d a step at a distance ``d / g``: the
-    sum of squares is least at a power 2/3 of ``d / std``. The last bound keeps noise from taking tau to where the
-    fraction is 1 (or 0) faster than the error there, 1 - p (or p), brings it back.
+    sum of squares is least at a power 2/3 of ``d / std``. While only a few steps were ``seen``, their plain mean is
+    better. The last bound keeps noise from taking tau to where the fraction is 1 (or 0) faster than the error there,
+    1 - p (or p), brings it back.
 
     >>> [round(gain(std, 0.5), 2) for std in (0.0, 0.02, 0.1, 1.0)]
     [0.4, 0.34, 0.12, 0.03]
+    >>> [round(gain(0.1, 0.5, seen), 2) for seen in (1, 4, 16)]
+    [0.4, 0.25, 0.12]
     """
     if std == 0:
         return MAX_GAIN
-    return min(MAX_GAIN, (USUAL_DRIFT / std) ** (2 / 3), 0.15 * (min(p, 1 - p) / std) ** 2)
+    best = max((USUAL_DRIFT / std) ** (2 / 3), 1 / seen)
+    return min(MAX_GAIN, best, 0.15 * (min(p, 1 - p) / std) ** 2)
 
 
 class Move(NamedTuple):
@@ -78,21 +88,23 @@ class Move(NamedTuple):
     lost: bool
 
 
-def pursue(velocity: float, error: float, slope: float, std: float, p: float) -> Move:
+def pursue(velocity: float, error: float, slope: float, std: float, p: float, seen: int) -> Move:
     """A damped Newton step on log tau, and a velocity that learns a steady drift.
 
     ``error`` is the estimated unclipped fraction less p, ``std`` its standard deviation, ``slope`` its derivative by
-    log tau. Proportional and integral part are critically damped: an error decays at half the gain, and does not swing.
-    While a step is cut off the velocity is kept as it is, or it would wind up.
+    log tau, and ``seen`` counts the steps since the start, or since the quantile was lost. Proportional and integral
+    part are critically damped: an error decays at half the gain, and does not swing. The way in is no drift: the
+    velocity is kept as it is while a step is cut off and until the place is known, or it would wind up, and overshoot.
     """
-    rate = gain(std, p)
+    rate = gain(std, p, seen)
     wanted = -rate * error / slope
     change = clamp(wanted, -MAX_MOVE, MAX_MOVE)
     if change != wanted:
         return Move(change + velocity, velocity, lost=True)
-    # Hardly any norm is within tau, or nearly every one, and noise alone is not likely to say so.
-    lost = abs(error) > 0.75 * (p if error < 0 else 1 - p) > 1.5 * std
-    push = -(rate**2) / 4 * clamp(error / slope, -1.0, 1.0)
+    # Hardly any norm is within tau, or nearly every one, and noise alone seldom says so.
+    lost = abs(error) > 0.75 * (p if error < 0 else 1 - p) > FALSE_ALARM * std
+    found = seen * rate >= FOUND
+    push = -(rate**2) / 4 * clamp(error / slope, -1.0, 1.0) if found else 0.0
     return Move(change + velocity, clamp(velocity + push, -MAX_VELOCITY, MAX_VELOCITY), lost)
 
 
