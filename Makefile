@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow test-gpu lint format bench figures clean
+.PHONY: setup demo test test-slow test-machines test-gpu lint format bench figures clean
 
 setup: $(STAMP)
 
@@ -21,7 +21,11 @@ test: setup
 	$(BIN)/pytest -n auto -o verbosity_subtests=0
 
 test-slow: setup
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -n auto -o verbosity_subtests=0 -m 'slow or hypothesis' --thorough
+
+# The numeric suites as other CPUs would round, and with other seeds.
+test-machines: setup
+	$(BIN)/python tests/machines.py
 
 # The machine's own Python: where there is a GPU nothing may be installable. See CONTRIBUTING.md.
 test-gpu:

@@ -215,7 +215,9 @@ def test_windows_kernel_is_its_twin(interpreter, shape, side, kernel, stride, pa
     interpreter(check_windows, dtype, layout, None, shape, side, kernel, stride, padding, dilation)
 
 
-@pytest.mark.parametrize("cut", [(16, 16, 16), (16, 64, 32), (64, 32, 64)], ids=str)
+@pytest.mark.parametrize(
+    "cut", [pytest.param((16, 16, 16), marks=pytest.mark.slow), (16, 64, 32), (64, 32, 64)], ids=str
+)
 def test_windows_kernel_is_its_twin_in_every_tiling(interpreter, cut):
     case = (2, 5, 8, 7), 20, (3, 3), (1, 1), (1, 1), (1, 1)
     interpreter(check_windows, torch.float16, torch.channels_last, windows.Tiling(*cut, 4, 2), *case)
