@@ -19,9 +19,17 @@ def every(
     """
     return [
         pytest.param(
-            *(row if isinstance(row, tuple) else (row,)),
-            id=name(row) if name else "-".join(getattr(x, "__name__", str(x)) for x in row),
+            *_arguments(row),
+            id=name(row) if name else _name(row),
             marks=() if i % n == 0 or always(row) else pytest.mark.slow,
         )
         for i, row in enumerate(rows)
     ]
+
+
+def _name(row: Any) -> str:
+    return "-".join(getattr(part, "__name__", str(part)) for part in _arguments(row))
+
+
+def _arguments(row: Any) -> tuple[Any, ...]:
+    return row if isinstance(row, tuple) else (row,)

@@ -15,6 +15,7 @@ from qclip.engine import compiled as driver
 from qclip.engine.compiled import Compiled
 from qclip.private import make_private
 from qclip.thresholds import Constant, ExactQuantile, HistogramQuantile, PrivateQuantile, SlackQuantile
+from shards import every
 
 THRESHOLDS = {
     "constant": Constant(0.3),
@@ -117,10 +118,16 @@ def both(door=fused, eager_door=None, **settings):
     return eager, compiled
 
 
-@pytest.mark.parametrize("groups", ["flat", "per-layer"])
-@pytest.mark.parametrize("threshold", THRESHOLDS.values(), ids=THRESHOLDS)
-def test_the_run_is_the_same(threshold, groups, traced, steps):
-    assert_same_run(*both(threshold=threshold, groups=groups))
+TURNS = [
+    (name, groups)
+    for i, name in enumerate(THRESHOLDS)
+    for groups in (["flat", "per-layer"], ["per-layer", "flat"])[i % 2]
+]
+
+
+@pytest.mark.parametrize(("name", "groups"), every(2, TURNS))
+def test_the_run_is_the_same(name, groups, traced, steps):
+    assert_same_run(*both(threshold=THRESHOLDS[name], groups=groups))
     assert len(set(steps)) == 1
     assert len(steps) >= 4
 
@@ -142,7 +149,7 @@ def test_through_the_compiler(steps):
     assert len(set(steps)) == 1
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize("mode", every(4, ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]))
 def test_modes_are_those_of_the_compiler(mode, monkeypatch):
     """But for CUDA graphs, which are recorded here."""
     asked = []
@@ -255,7 +262,7 @@ def test_dropout_trains(traced, steps):
     assert not torch.equal(before, parameters(model))
 
 
-@pytest.mark.parametrize("stop", [1, 3, 5, 8])
+@pytest.mark.parametrize("stop", every(2, [3, 1, 8, 5]))
 def test_a_resumed_run_is_the_run_that_would_have_been(stop, traced, tmp_path):
     """Bit for bit, dropout included, wherever it stops: between logical batches or inside one."""
 

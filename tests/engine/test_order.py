@@ -111,7 +111,9 @@ def test_groups_of_their_own_are_clipped_inside_the_backward_pass():
     assert most_alive(per_layer) <= most_alive(flat)
 
 
-@pytest.mark.parametrize(("groups", "fraction"), [("flat", 0.8), ("per-layer", 0.4)])
+@pytest.mark.parametrize(
+    ("groups", "fraction"), [pytest.param("flat", 0.8, marks=pytest.mark.slow), ("per-layer", 0.4)]
+)
 def test_checkpointed_blocks_save_memory(groups, fraction):
     """With one norm for all layers, what their sums need is held until it is known; block by block, nothing is."""
     assert most_alive(step(True, groups)) < fraction * most_alive(step(False, groups))
