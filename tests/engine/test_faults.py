@@ -192,3 +192,18 @@ def test_engine_and_oracle(name, count):
     expected = oracle.clipped_gradients(model, squared, x, targets, 0.5)
     assert_same(one_by_one, expected, 2e-5)
     assert_same(found, expected, 2e-5)
+
+
+def test_torch_is_left_as_it_was():
+    """After an error and after contexts that overlap, as those of two threads do."""
+    before = torch.batch_norm, torch.instance_norm
+    with pytest.raises(KeyError), faults.avoided():
+        assert (torch.batch_norm, torch.instance_norm) != before
+        raise KeyError
+    one, two = faults.avoided(), faults.avoided()
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert torch.batch_norm is not before[0]
+    two.__exit__(None, None, None)
+    assert (torch.batch_norm, torch.instance_norm) == before

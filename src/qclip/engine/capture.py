@@ -4,7 +4,9 @@ Classifying a value as constant is about cost, never about truth: gradients of s
 call wrongly taken for a site fails the proof of ownership in `qclip.engine.proof`.
 """
 
+import types
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,9 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from qclip.engine import rules
+from qclip.engine import faults, rules
 from qclip.engine.layouts import relative
-from qclip.engine.opened import opened
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 from qclip.engine.rules.linear import is_ragged, widened_linear
@@ -80,11 +81,11 @@ class Capture(TorchFunctionMode):
             return result
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        inside = rules.DECOMPOSITIONS.get(function) or _inside(function)
-        if inside is not None:
+        opened = rules.DECOMPOSITIONS.get(function) or (_opened(function) if rules.find(function) is None else None)
+        if opened is not None:
             try:
                 with self:
-                    return inside(*args, **kwargs)
+                    return opened(*args, **kwargs)
             except NotImplementedError as error:
                 call = self._describe(function, args, kwargs)
                 raise Refusal(f"{call}: {error}") from error
@@ -166,7 +167,7 @@ class Capture(TorchFunctionMode):
             result, whole = widened_linear(*args, **kwargs)
             results = [whole]
         else:
-            result = function(*args, **kwargs)
+            result = faults.right(function)(*args, **kwargs)
             results = list(tensors((result,)))
         in_place = is_in_place(function)
         passed_on = set() if in_place else {id(x) for x in found}  # such as x.contiguous() where it already was
@@ -253,12 +254,6 @@ class Capture(TorchFunctionMode):
         )
 
 
-def _inside(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A functional without a rule that is written in Python: the calls inside it are seen one by one."""
-    functional = getattr(function, "__module__", None) == F.__name__ and rules.find(function) is None
-    return opened(function) if functional else None
-
-
 def _lasting_edge(x: Tensor, old: Collection[int] = ()) -> GradientEdge:
     """The edge of a tensor's value now, such that writing into the tensor later does not take it out of the graph.
 
@@ -284,4 +279,24 @@ def _depends(outputs: Iterable[Output], sources: Iterable[Source], data_nodes: I
         if node not in seen:
             seen.add(node)
             ahead.extend(following for following, _ in node.next_functions if following is not None)
+    return False
+
+
+@cache
+def _opened(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A torch function written in Python, remade so that the calls inside it are seen one by one.
+
+    Such a function first asks whether a mode or subclass wants to handle it as a whole. This copy is told no.
+    """
+    if not isinstance(function, types.FunctionType) or function.__module__ != F.__name__ or function.__closure__:
+        return None
+    no = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
+    copy = types.FunctionType(
+        function.__code__, {**function.__globals__, **no}, function.__name__, function.__defaults__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _no(*_: Any) -> bool:
     return False

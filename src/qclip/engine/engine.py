@@ -270,16 +270,15 @@ class Engine:
             return self._clip(parts, run.losses, keep, choice)
 
     @torch.enable_grad()
-    @faults.avoided()
     def parts(
         self, run: "Run", keep: Tensor, evaluate: Evaluate, batch: Any, *, kind: Any = None
     ) -> "tuple[Run, Plan, Parts]":
         """How every parameter is dealt with, and what the sites contribute to it; the run may have been made anew."""
-        run, plan = self._settled(run, evaluate, batch, lambda run: self._plan(run, evaluate, batch, kind))
-        return run, plan, self.collect(run, plan, keep, evaluate, batch)
+        with faults.avoided():
+            run, plan = self._settled(run, evaluate, batch, lambda run: self._plan(run, evaluate, batch, kind))
+            return run, plan, self.collect(run, plan, keep, evaluate, batch)
 
     @torch.enable_grad()
-    @faults.avoided()
     def prove(self, evaluate: Evaluate, batch: Any, count: int) -> "tuple[Run, Plan]":
         """A forward pass on this batch, and how it is dealt with, proven on it whatever is known already."""
 
@@ -288,9 +287,10 @@ class Engine:
                 run, *checks.unseen_parameters(run.losses, run.capture.sites, self.parameters), evaluate, batch
             )
 
-        run = self.record(evaluate, batch, count)
-        checks.require_losses(run.losses, count)
-        return self._settled(run, evaluate, batch, proven)
+        with faults.avoided():
+            run = self.record(evaluate, batch, count)
+            checks.require_losses(run.losses, count)
+            return self._settled(run, evaluate, batch, proven)
 
     def _settled(
         self, run: "Run", evaluate: Evaluate, batch: Any, find_plan: "Callable[[Run], Plan]"

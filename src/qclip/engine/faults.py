@@ -8,33 +8,47 @@ images of one line, made of tokens. Gradients of input, weight and bias are then
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-from qclip.engine.opened import opened
+from qclip.engine.shared import Shared
+
+
+def right(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What to run in place of a torch function: nearly always the function itself."""
+    return _RIGHT.get(function, function)
+
+
+def avoided() -> AbstractContextManager[None]:
+    """Nothing runs by a faulty backward pass meanwhile. Around the backward pass as well, for checkpointed blocks."""
+    return _avoided
 
 
 @contextmanager
-def avoided() -> Iterator[None]:
-    """Nothing runs by a faulty backward pass meanwhile. Around the backward pass as well, for checkpointed blocks."""
-    with _Avoiding():
+def _replaced() -> Iterator[None]:
+    """Torch's functional norms look these functions up in ``torch``, where others stand meanwhile.
+
+    A mode would see them, too, but at the price of a Python call for every torch function.
+    """
+    for name, function in _FAULTY.items():
+        setattr(torch, name, _instead_of(function))
+    try:
         yield
+    finally:
+        for name, function in _FAULTY.items():
+            setattr(torch, name, function)
 
 
-class _Avoiding(TorchFunctionMode):
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        inside = opened(func) if func in _OPENED else None
-        if inside is not None:  # which the mode would not see into otherwise
-            with self:
-                return inside(*args, **(kwargs or {}))
-        return _INSTEAD.get(func, func)(*args, **(kwargs or {}))
+def _instead_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # A mode, such as a capture, is to see torch's own function; what it runs is its own affair.
+        chosen = function if torch._C._is_torch_function_mode_enabled() else right(function)
+        return chosen(*args, **kwargs)
+
+    return run
 
 
 def _batch_norm(
@@ -51,7 +65,7 @@ def _batch_norm(
     """Where a dimension has length 1. In training mode it mixes the examples, and is refused."""
     if _is_image(input) and 1 in input.shape and not training and running_mean is not None and running_var is not None:
         return _fixed(input, weight, bias, running_mean, running_var, eps)
-    return torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
+    return _FAULTY["batch_norm"](input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
 
 
 def _instance_norm(
@@ -70,7 +84,7 @@ def _instance_norm(
         return _fixed(input, weight, bias, running_mean, running_var, eps)
     if _is_image(input) and use_input_stats and running_mean is None and running_var is None:
         return torch.group_norm(input, input.shape[1], weight, bias, eps, cudnn_enabled).to(input.dtype)
-    return torch.instance_norm(
+    return _FAULTY["instance_norm"](
         input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled
     )
 
@@ -92,8 +106,9 @@ def _is_image(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dim() > 3
 
 
-_OPENED: Final = frozenset({F.batch_norm, F.instance_norm, torch.autograd.grad})
-_INSTEAD: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = {
+_FAULTY: Final = {"batch_norm": torch.batch_norm, "instance_norm": torch.instance_norm}
+_RIGHT: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = {
     torch.batch_norm: _batch_norm,
     torch.instance_norm: _instance_norm,
 }
+_avoided: Final = Shared(_replaced)
