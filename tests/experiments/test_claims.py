@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+pytest.importorskip("matplotlib")
+
 from qclip.experiments.claim import Effort, Outcome, fit_slope
 from qclip.experiments.reproduce import CLAIMS
 

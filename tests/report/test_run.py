@@ -3,6 +3,8 @@ import re
 import numpy as np
 import pytest
 
+pytest.importorskip("matplotlib")
+
 from made_runs import line, made_run, rewrite_line
 from qclip import schedules
 from qclip.report import figures
