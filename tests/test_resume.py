@@ -89,6 +89,7 @@ def same(a, b):
         assert torch.equal(a[0][name], b[0][name]), name
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("door", ["fused", "ordinary"])
 @pytest.mark.parametrize("threshold", THRESHOLDS.values(), ids=THRESHOLDS)
 def test_a_resumed_run_is_the_run_that_would_have_been(threshold, door, tmp_path):

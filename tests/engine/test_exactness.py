@@ -19,7 +19,7 @@ SHIELDED = {"embedding-all-padding", "interface-all-labels-ignored"}
 every_row = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 
 
-@pytest.mark.parametrize("grouping", ["flat", "per-layer", "patterns"])
+@pytest.mark.parametrize("grouping", [pytest.param("flat", marks=pytest.mark.smoke), "per-layer", "patterns"])
 @every_row
 def test_equals_the_oracle(case, grouping):
     problem = case.build()
