@@ -89,9 +89,11 @@ def same(a, b):
         assert torch.equal(a[0][name], b[0][name]), name
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("door", ["fused", "ordinary"])
-@pytest.mark.parametrize("threshold", THRESHOLDS.values(), ids=THRESHOLDS)
+@pytest.mark.parametrize(
+    "threshold",
+    [pytest.param(THRESHOLDS[name], id=name, marks=[pytest.mark.smoke] * (name == "private")) for name in THRESHOLDS],
+)
 def test_a_resumed_run_is_the_run_that_would_have_been(threshold, door, tmp_path):
     whole = Run(threshold, seed=5).go(door).result()
     path = tmp_path / "run.pt"
