@@ -1,10 +1,10 @@
 # Every target sets up what it needs: a virtual environment with the versions of constraints.txt.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow test-machines test-gpu lint format bench figures clean
+.PHONY: setup demo test test-smoke test-slow test-machines test-gpu lint format bench figures clean
 
 setup: $(STAMP)
 
@@ -19,6 +19,9 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest -n auto -o verbosity_subtests=0
+
+test-smoke: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m smoke tests
 
 test-slow: setup
 	$(BIN)/pytest -n auto -o verbosity_subtests=0 -m 'slow or hypothesis' --thorough

@@ -27,6 +27,7 @@ def gaussian_delta(epsilon, z):
 CASES = [(1.0, 0.01, 1000, 1e-5), (4.0, 0.1, 500, 1e-6), (0.8, 0.005, 300, 1e-4)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("z", "rate", "steps", "delta"), CASES)
 def test_epsilon_is_what_dp_accounting_says(z, rate, steps, delta):
     epsilon = accounting.epsilon(noise_multiplier=z, sample_rate=rate, steps=steps, delta=delta)
@@ -39,6 +40,7 @@ def test_reference_value():
     assert epsilon == pytest.approx(1.828, abs=5e-4)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("z", "steps"), [(2.0, 1), (5.0, 1), (10.0, 16)])
 def test_without_subsampling_it_is_the_gaussian_mechanism(z, steps):
     exact = root_scalar(lambda e: gaussian_delta(e, z / math.sqrt(steps)) - 1e-5, bracket=(1e-3, 100)).root

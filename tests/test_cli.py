@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytest.importorskip("matplotlib")
+
 from qclip import accounting, theory
 from qclip.cli import main
 from qclip.experiments import reproduce as reproduce_module

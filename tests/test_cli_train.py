@@ -62,6 +62,19 @@ def test_it_trains_says_where_the_report_is_and_shows_no_raw_loss(capsys, small,
     assert "raw_loss" not in out + RunFolder(tmp_path / "run").metrics_file.read_text()
 
 
+@pytest.mark.smoke
+def test_digits_are_learnt_and_reported(capsys, tmp_path):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    arguments = ("--noise-multiplier", "1", "--epochs", "4", "--seed", "0", "--out", tmp_path)
+    assert run(capsys, *arguments)[0] == 0
+    folder = RunFolder(tmp_path)
+    assert folder.summary()["accuracy"] > 0.6  # ten classes
+    (tmp_path / "report.html").unlink()
+    assert main(["report", str(tmp_path)]) == 0
+    assert "<img" in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

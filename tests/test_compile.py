@@ -144,6 +144,7 @@ def test_the_raw_loss_is_that_of_the_eager_run(traced):
     assert inside(*make(physical_batch_size=40, compile=True)) == pytest.approx(fused(*make(physical_batch_size=40)))
 
 
+@pytest.mark.smoke
 def test_through_the_compiler(steps):
     assert_same_run(*both(threshold=PrivateQuantile(0.5)))
     assert len(set(steps)) == 1

@@ -26,6 +26,7 @@ def asked_for_by(module: str) -> set[str]:
     return set(done.stdout.split())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("module", "needed", "others"),
     [

@@ -6,7 +6,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -76,7 +75,7 @@ def parameters(model):
 
 
 def digits():
-    x, y = load_digits(return_X_y=True)
+    x, y = pytest.importorskip("sklearn.datasets").load_digits(return_X_y=True)
     x, y = torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     train, test = order[:1437], order[1437:]

@@ -19,7 +19,9 @@ def run(code, capsys):
     return capsys.readouterr().out
 
 
+@pytest.mark.smoke
 def test_private_training_in_ten_lines_runs(capsys):
+    pytest.importorskip("sklearn")
     torch.manual_seed(0)
     printed = run(python_blocks(README)[0], capsys)
     accuracy, epsilon = map(float, re.findall(r"accuracy ([\d.]+) at epsilon ([\d.]+)", printed)[0])
@@ -32,6 +34,7 @@ def test_the_engine_page_runs(capsys):
     assert "0.weight" in run(code, capsys)
 
 
+@pytest.mark.smoke
 def test_the_theory_in_ten_lines_runs(capsys):
     printed = run(python_blocks(README)[1], capsys)
     measured, guaranteed = map(float, re.findall(r"measured ([\d.]+), guaranteed ([\d.]+)", printed)[0])

@@ -264,6 +264,7 @@ class Noisy(TensorDataset):
         return x + 0.1 * torch.randn_like(x), y
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stop", [0, 1, 4])
 def test_random_transforms_come_again_when_saved_with_a_batch_in_hand(stop, tmp_path):
     """Saved at the top of the loop, when the next batch is fetched already; at 0 in the first logical batch."""

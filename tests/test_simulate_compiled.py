@@ -97,7 +97,7 @@ def test_the_loops_agree_in_any_dimension_at_any_quantile(noise, dim, p):
     ],
     ids=["wells, pareto", "wells, bernoulli", "two-point", "shifted", "line, pareto", "bernoulli in 8 dimensions"],
 )
-@pytest.mark.parametrize("p", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize("p", [pytest.param(0.3, marks=pytest.mark.smoke), 0.7, 0.95])
 def test_the_loops_agree_on_other_problems(problem, p):
     x0 = problem.minimiser + 0.7
     assert_loops_agree(problem, 1e-10, step_size=0.05, p=p, steps=200, x0=x0, seeds=4, record=range(200))

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+pytest.importorskip("matplotlib")
+
 from qclip import schedules
 from qclip.experiments.tracking import Setting, follow
 from qclip.thresholds import (

@@ -570,6 +570,7 @@ def compiler(tmp_path, monkeypatch):
     return compile_for_a_gpu
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("positions", [1, 5])
 def test_kernels_compile_for_any_number_of_examples(compiler, count, positions):

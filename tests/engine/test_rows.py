@@ -253,7 +253,10 @@ CHECKS = [
 
 @pytest.mark.parametrize(
     ("case", "in_turn"),
-    [pytest.param(case, IN_TURN[i % len(IN_TURN)], id=case.id) for i, case in enumerate(CASES)],
+    [
+        pytest.param(case, IN_TURN[i % len(IN_TURN)], id=case.id, marks=[pytest.mark.smoke] * (i % 4 == 0))
+        for i, case in enumerate(CASES)
+    ],
 )
 def test_row(case, in_turn, subtests):
     row = Row(case)

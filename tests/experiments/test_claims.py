@@ -6,6 +6,8 @@ Errata and some others at quick effort; all of them, at quick and at full effort
 import numpy as np
 import pytest
 
+pytest.importorskip("matplotlib")
+
 from qclip.experiments.claim import Effort, Outcome, fit_slope
 from qclip.experiments.reproduce import CLAIMS
 

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+pytest.importorskip("matplotlib")
+
 from qclip.cli import main
 from qclip.experiments.quality import Quality, Row, quality, table
 

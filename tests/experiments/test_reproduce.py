@@ -5,6 +5,8 @@ import re
 
 import pytest
 
+pytest.importorskip("matplotlib")
+
 from qclip.experiments import reproduce as module
 from qclip.experiments.claim import Effort, Outcome, claim
 from qclip.experiments.reproduce import reproduce, select

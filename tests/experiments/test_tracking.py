@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+pytest.importorskip("matplotlib")
+
 from qclip import accounting
 from qclip.experiments import tracking
 from qclip.experiments.tracking import Setting, Size, follow

@@ -2,6 +2,8 @@ import re
 
 import pytest
 
+pytest.importorskip("matplotlib")
+
 from made_runs import made_run
 from qclip.report.compare import compare, constant_columns
 from qclip.report.compare_page import write_comparison

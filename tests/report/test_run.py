@@ -4,6 +4,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+pytest.importorskip("matplotlib")
+
 from made_runs import line, made_run, rewrite_line
 from qclip import schedules
 from qclip.report import figures

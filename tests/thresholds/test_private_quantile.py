@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+pytest.importorskip("matplotlib")
+
 from qclip import accounting
 from qclip.experiments.tracking import Setting, follow, up_and_down
 from qclip.thresholds import Answer, Conditions, GeometricQuantile, PrivateQuantile

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+pytest.importorskip("matplotlib")
+
 from qclip import accounting
 from qclip.experiments.tracking import Setting, follow
 from qclip.thresholds import Answer, Conditions, SlackQuantile

@@ -31,6 +31,7 @@ from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 from qclip.engine.repeatable import repeatably
 from qclip.engine.result import ClippedGradients
+from qclip.engine.torch_versions import warn_if_untested
 from qclip.engine.uncompiled import uncompiled
 from qclip.engine.watch import Watch, Watched
 
@@ -67,6 +68,7 @@ class Engine:
         costs: CostModel | None = None,
         plans: Plans | None = None,
     ) -> None:
+        warn_if_untested(torch.__version__)
         self.model = checks.unwrapped(model)
         self.parameters = checks.trainable(self.model)
         self.groups = partition(self.parameters, groups)
