@@ -14,13 +14,21 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 SUITES = [
-    "engine",
+    "engine/test_rows.py",
+    "engine/test_compiled.py",
+    "engine/test_convolutions.py",
+    "engine/test_costs.py",
+    "engine/test_derivations.py",
+    "engine/test_faults.py",
+    "engine/test_forms.py",
+    "engine/test_precision.py",
+    "engine/test_products.py",
+    "engine/test_rules.py",
+    "engine/test_sensitivity.py",
+    "engine/test_shapes.py",
     "integrations/test_transformers.py",
-    "test_compile.py",
     "test_mechanism.py",
     "test_noise_kernel.py",
-    "test_private.py",
-    "test_private_options.py",
 ]
 SETTINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     "as it is": ({}, []),
@@ -50,7 +58,6 @@ def main() -> int:
     failed = 0
     for name in chosen:
         variables, options = SETTINGS[name]
-        # Not "-p no:cacheprovider": what failed is run first the next time.
         command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--margins", *options]
         done = subprocess.run(
             command + [str(TESTS / suite) for suite in SUITES],
