@@ -60,7 +60,7 @@ def main() -> int:
     for name in chosen:
         variables, options = SETTINGS[name]
         command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--margins", "-o", "verbosity_subtests=0"]
-        # Compiled code of its own: torch's cache does not tell these settings apart, and fails to compile what it mixes.
+        # Compiled code of its own: torch's cache does not tell these settings apart, and cannot compile what it mixes.
         with tempfile.TemporaryDirectory() as cache:
             done = subprocess.run(
                 [*command, *options, "--show-capture=no", *(str(TESTS / suite) for suite in SUITES)],
