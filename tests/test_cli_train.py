@@ -69,7 +69,7 @@ def test_digits_are_learnt_and_reported(capsys, tmp_path):
     arguments = ("--noise-multiplier", "1", "--epochs", "4", "--seed", "0", "--out", tmp_path)
     assert run(capsys, *arguments)[0] == 0
     folder = RunFolder(tmp_path)
-    assert folder.summary()["accuracy"] > 0.6  # ten classes
+    assert folder.summary().accuracy > 0.6  # ten classes
     (tmp_path / "report.html").unlink()
     assert main(["report", str(tmp_path)]) == 0
     assert "<img" in (tmp_path / "report.html").read_text()

@@ -58,6 +58,7 @@ def test_other_precisions(tiny_tokens, dtype):
     assert [row.dtype for row in found.rows] == [dtype] * len(EAGER)
 
 
+@pytest.mark.slow
 def test_compiled_is_the_baseline(tiny):
     names = ["plain", "compiled", "qclip compiled"]
     assert_sound(bench.compare(cases=["tiny"], modes=names, rounds=1), names, baseline="compiled")

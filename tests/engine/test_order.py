@@ -102,6 +102,7 @@ def sums_at(graph):
     return sorted(nodes.index(owner(node)) / len(nodes) for node in sums)
 
 
+@pytest.mark.slow
 def test_groups_of_their_own_are_clipped_inside_the_backward_pass():
     flat, per_layer = step(False, "flat"), step(False, "per-layer")
     assert sums_at(flat)[0] > 0.5  # only when all norms are known

@@ -71,6 +71,7 @@ def test_gpt2(example):
     assert 7.9 < epsilon <= 8
 
 
+@pytest.mark.slow
 def test_lora(example):
     pytest.importorskip("peft")
     lora = example("lora")

@@ -24,7 +24,7 @@ ERRATA = {
 
 
 QUICK = ERRATA | {
-    "lemma2-recursion",
+    "corollary-bias-floor",
     "theorem1-constant",
     "schedule-removes-bias",
     "sharp-theorem",
