@@ -125,7 +125,7 @@ TURNS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "groups"), every(2, TURNS))
+@pytest.mark.parametrize(("name", "groups"), every(4, TURNS))
 def test_the_run_is_the_same(name, groups, traced, steps):
     assert_same_run(*both(threshold=THRESHOLDS[name], groups=groups))
     assert len(set(steps)) == 1
@@ -263,7 +263,7 @@ def test_dropout_trains(traced, steps):
     assert not torch.equal(before, parameters(model))
 
 
-@pytest.mark.parametrize("stop", every(2, [3, 1, 8, 5]))
+@pytest.mark.parametrize("stop", every(4, [3, 1, 8, 5]))
 def test_a_resumed_run_is_the_run_that_would_have_been(stop, traced, tmp_path):
     """Bit for bit, dropout included, wherever it stops: between logical batches or inside one."""
 

@@ -96,7 +96,7 @@ def same(a, b):
 
 @pytest.mark.parametrize(
     ("name", "door"),
-    every(2, [(name, door) for i, name in enumerate(THRESHOLDS) for door in (DOORS if i % 2 else DOORS[::-1])]),
+    every(4, [(name, door) for i, name in enumerate(THRESHOLDS) for door in (DOORS if i % 2 else DOORS[::-1])]),
 )
 def test_a_resumed_run_is_the_run_that_would_have_been(name, door, tmp_path):
     threshold = THRESHOLDS[name]
@@ -111,7 +111,7 @@ def test_a_resumed_run_is_the_run_that_would_have_been(name, door, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stop", "kind", "door"), every(3, itertools.product([1, 5, 9], [torch.optim.SGD, torch.optim.Adam], DOORS))
+    ("stop", "kind", "door"), every(5, itertools.product([1, 5, 9], [torch.optim.SGD, torch.optim.Adam], DOORS))
 )
 def test_a_run_stopped_inside_a_logical_batch_begins_that_batch_anew(stop, kind, door, tmp_path):
     settings = {"physical_batch_size": 40, "kind": kind}

@@ -115,6 +115,7 @@ def test_groups_of_their_own_are_clipped_inside_the_backward_pass():
 @pytest.mark.parametrize(
     ("groups", "fraction"), [pytest.param("flat", 0.8, marks=pytest.mark.slow), ("per-layer", 0.4)]
 )
+@pytest.mark.slow
 def test_checkpointed_blocks_save_memory(groups, fraction):
     """With one norm for all layers, what their sums need is held until it is known; block by block, nothing is."""
     assert most_alive(step(True, groups)) < fraction * most_alive(step(False, groups))

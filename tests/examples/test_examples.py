@@ -62,6 +62,7 @@ def test_lightning_loop(example):
     assert 2.9 < epsilon <= 3
 
 
+@pytest.mark.slow
 def test_gpt2(example):
     pytest.importorskip("transformers")
     gpt2 = example("gpt2")

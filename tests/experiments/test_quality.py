@@ -10,7 +10,8 @@ from qclip.cli import main
 from qclip.experiments.quality import Quality, Row, quality, table
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_every_threshold_is_trained_at_the_budget(tmp_path, workers):
     settings = Quality(
         data="digits", epsilon=3.0, epochs=3, batch_size=300, quantiles=(0.7,), constants=(1.0,), seeds=1,
