@@ -220,7 +220,7 @@ def test_steps_are_the_most_that_a_budget_allows(accountant):
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-@pytest.mark.parametrize("num_steps", [1, 7, 60])
+@pytest.mark.parametrize("num_steps", [1, 7, pytest.param(60, marks=pytest.mark.slow)])
 def test_the_curve_is_never_below_and_exact_at_the_end(accountant, num_steps):
     public = {"noise_multiplier": 0.9, "sample_rate": 0.03, "delta": 1e-5, "accountant": accountant}
     curve = accounting.EpsilonCurve(num_steps=num_steps, points=10, **public)

@@ -1,4 +1,4 @@
-"""The tests for a GPU, rehearsed on the CPU so that they do not rot: a sample here, all among the slow tests."""
+"""The tests for a GPU, rehearsed on the CPU so that they do not rot: among the slow tests."""
 
 import os
 import re
@@ -40,6 +40,7 @@ def passed(output):
     return int(re.search(r"(\d+) passed", output)[1])
 
 
+@pytest.mark.slow
 def test_a_rehearsal_needs_little_more_than_torch(tmp_path):
     """And says which tests were left out for want of what, and writes the log that it is asked for."""
     log = tmp_path / "log"

@@ -148,7 +148,7 @@ def test_groups(case, grouping, traced):
 @pytest.mark.parametrize("count", [1, T])
 @pytest.mark.parametrize(
     "case",
-    every(3, [case for case in (STRUCTURE + WIRING)[::5] + LAYERS[::9] if case.id not in EAGER], name=attrgetter("id")),
+    every(9, [case for case in (STRUCTURE + WIRING)[::5] + LAYERS[::9] if case.id not in EAGER], name=attrgetter("id")),
 )
 def test_few_examples(case, count, traced):
     """Fewer than a kind is proven on: one alone, and as many as there are positions."""
