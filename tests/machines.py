@@ -37,7 +37,7 @@ SETTINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     "MKL_CBWR=AVX2": ({"MKL_CBWR": "AVX2"}, []),
     "ATEN_CPU_CAPABILITY=default": ({"ATEN_CPU_CAPABILITY": "default"}, []),
     "ATEN_CPU_CAPABILITY=avx2": ({"ATEN_CPU_CAPABILITY": "avx2"}, []),
-    "two threads": ({}, ["--threads", "2"]),
+    "two threads": ({}, ["--threads", "2", "-n", "1"]),
     "seeds 1": ({}, ["--seeds", "1"]),
     "seeds 2": ({}, ["--seeds", "2"]),
     "seeds 3": ({}, ["--seeds", "3"]),
