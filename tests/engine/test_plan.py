@@ -15,7 +15,8 @@ from engine.compare import assert_same
 from qclip.engine import Engine, Refusal, clipped_gradients, oracle
 from qclip.engine import batch as batches
 from qclip.engine.layouts import Axis, Flat
-from qclip.engine.proof import halves, perturbed
+from qclip.engine.proof import _projected, halves, perturbed
+from qclip.engine.randomness import SameDraws
 
 MIXED = r"examples mix|cannot be attributed"
 
@@ -479,3 +480,14 @@ def test_a_few_examples_may_round_in_another_way_at_another_size(ties, refused):
             clipped_gradients(model, lambda a, b: loss(a, b).sum(1), x, y, 1.0)
     else:
         clipped_gradients(model, lambda a, b: loss(a, b).sum(1), x, y, 1.0)
+
+
+def test_draws_of_the_proof_are_not_those_of_the_model():
+    """Three rows for a direction in three dimensions are no rows of three examples."""
+    row, cpu = torch.randn(1, 3), torch.device("cpu")
+    with SameDraws(3, cpu) as first:
+        three = _projected(row.expand(3, 3))
+    with SameDraws(4, cpu, first.drawn):
+        four = _projected(row.expand(4, 3))
+    torch.testing.assert_close(three[0], four[0])
+    torch.testing.assert_close(three[0], _projected(row)[0])

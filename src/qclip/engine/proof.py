@@ -364,7 +364,8 @@ def _projected(rows: Tensor) -> Tensor:
     rows = rows.reshape(len(rows), -1)
     rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
     direction = torch.Generator(rows.device).manual_seed(rows.shape[1])
-    onto = torch.randn(rows.shape[1], 2, generator=direction, dtype=torch.float64, device=rows.device)
+    with torch._C.DisableTorchFunction():  # `SameDraws` would take as many rows as examples for theirs
+        onto = torch.randn(rows.shape[1], 2, generator=direction, dtype=torch.float64, device=rows.device)
     some = rows.split(max(1, _NOTED // max(1, rows.shape[1])))  # in float64 all of them may be too large
     return torch.cat([torch.cat([x @ onto, x.norm(dim=1, keepdim=True)], 1) for x in map(Tensor.double, some)])
 
