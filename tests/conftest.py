@@ -1,6 +1,5 @@
 """What all tests share: one hypothesis profile, one thread, seeds that can be changed, margins that can be shown."""
 
-import gc
 from dataclasses import replace
 
 import pytest
@@ -36,12 +35,6 @@ def pytest_configure(config):
         given = torch.manual_seed
         torch.manual_seed = lambda seed: given(seed + 1_000_003 * seeds)
     margins.watch(config)
-
-
-def pytest_collection_finish(session):
-    """What is loaded by now stays: collections of garbage need not look at it again and again."""
-    gc.collect()
-    gc.freeze()
 
 
 class Recorder:

@@ -263,6 +263,22 @@ def test_dropout_trains(traced, steps):
     assert not torch.equal(before, parameters(model))
 
 
+def unbroken_and_resumed(built, stop, path):
+    """The run that is ``built``, whole, and again: saved after so many physical batches, and loaded without a seed."""
+    whole = built(seed=5)
+    fused(*whole)
+    training, *_ = built(seed=5)
+    for used, batch in enumerate(training.loader, 1):
+        training.step(batch)
+        if used == stop:
+            break
+    training.save(path)
+    second = built()
+    second[0].load(path)
+    fused(*second)
+    return whole, second
+
+
 @pytest.mark.parametrize("stop", every(4, [3, 1, 8, 5]))
 def test_a_resumed_run_is_the_run_that_would_have_been(stop, traced, tmp_path):
     """Bit for bit, dropout included, wherever it stops: between logical batches or inside one."""
@@ -271,17 +287,7 @@ def test_a_resumed_run_is_the_run_that_would_have_been(stop, traced, tmp_path):
         torch.manual_seed(7)
         return make(model=network(nn.Dropout(0.3)), compile=True, physical_batch_size=40, seed=seed)
 
-    whole = built(seed=5)
-    fused(*whole)
-    training, *_ = built(seed=5)
-    for used, batch in enumerate(training.loader, 1):
-        training.step(batch)
-        if used == stop:
-            break
-    training.save(tmp_path / "run.pt")
-    second = built()
-    second[0].load(tmp_path / "run.pt")
-    fused(*second)
+    whole, second = unbroken_and_resumed(built, stop, tmp_path / "run.pt")
     assert torch.equal(parameters(whole[1]), parameters(second[1]))
     assert whole[0].history == second[0].history
 

@@ -14,6 +14,9 @@ from qclip.engine import ClippedGradients, oracle
 from qclip.engine import batch as batches
 from qclip.engine.engine import call
 
+SHIELDED = {"embedding-all-padding", "interface-all-labels-ignored"}
+"""Rows where padding or ignored labels keep everything from the parameters, NaN included."""
+
 
 class Row:
     """The same model for batches of any size: what it proves on one batch it relies on in the next, as in training.

@@ -22,20 +22,19 @@ from engine.cases import CASES, LAYERS, MODELS, OPERATIONS, PARAMETERS, STRUCTUR
 from engine.cases.case import D, P, T, V
 from engine.compare import assert_same, distance, middle, patterns, quiet, slow, usual
 from engine.driven import Pair, as_traced, batch
+from engine.row import SHIELDED
 from qclip.engine import Engine, capture
 from qclip.engine import batch as batches
 from qclip.engine.compiled import PROVEN, Compiled
 from qclip.engine.engine import call
 from qclip.engine.refusal import Refusal
 from qclip.engine.rewrites import clip_early
-from shards import every
+from shards import every, named
 
 pytestmark = quiet
 
 B = 7
 """More than the kind of batch is proven on."""
-SHIELDED = {"embedding-all-padding", "interface-all-labels-ignored"}
-"""Rows where padding or ignored labels keep everything from the parameters, NaN included."""
 ROUTED = "data decide which rows"
 NOT_SHOWN = "do not prove which rows are whose"
 EAGER = {
@@ -170,10 +169,7 @@ COMPILED = [
 rows = {case.id: case for case in CASES}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in ("linear-3d", "conv-2d") else pytest.mark.slow) for name in COMPILED],
-)
+@pytest.mark.parametrize("name", named(("linear-3d", "conv-2d"), COMPILED))
 def test_compiled(name):
     case = rows[name]
     problem = case.build(B)

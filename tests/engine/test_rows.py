@@ -24,15 +24,13 @@ from engine.compare import (
     slow,
     trainable,
 )
-from engine.row import Row
+from engine.row import SHIELDED, Row
 from qclip.engine import ClippedGradients
 from qclip.engine import batch as batches
 from qclip.engine.engine import call
 
 pytestmark = quiet
 
-SHIELDED = {"embedding-all-padding", "interface-all-labels-ignored"}
-"""Rows where padding or ignored labels keep everything from the parameters, NaN included."""
 ROUNDING = 1 + 1e-5
 """Of a sum against its bound."""
 

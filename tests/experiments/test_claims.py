@@ -3,6 +3,8 @@
 Errata and some others at quick effort; all of them, at quick and at full effort, where slow tests are run.
 """
 
+from operator import attrgetter
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ pytest.importorskip("matplotlib")
 
 from qclip.experiments.claim import Effort, Outcome, fit_slope
 from qclip.experiments.reproduce import CLAIMS
+from shards import named
 
 ERRATA = {
     "two-point-printed",
@@ -33,10 +36,7 @@ QUICK = ERRATA | {
 }
 
 
-@pytest.mark.parametrize(
-    "claim",
-    [pytest.param(claim, id=claim.id, marks=() if claim.id in QUICK else pytest.mark.slow) for claim in CLAIMS],
-)
+@pytest.mark.parametrize("claim", named(QUICK, CLAIMS, name=attrgetter("id")))
 def test_verdict(claim):
     outcome = claim.run(Effort(quick=True))
     assert outcome.verdict == ("erratum" if claim.id in ERRATA else "holds"), outcome.measured

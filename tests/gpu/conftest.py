@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu.device import DEVICE, ON_GPU, float32_by, missing
+from gpu.device import DEVICE, ON_GPU, missing
+from qclip.engine import tf32
 
 HERE = Path(__file__).parent
 LOG = os.environ.get("QCLIP_TEST_LOG")
@@ -48,5 +49,5 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def _exact_products():
     """Without TF32, which torch allows in convolutions; a test of TF32 asks for it."""
     torch.manual_seed(0)
-    with float32_by("ieee"):
+    with tf32.using("ieee"):
         yield

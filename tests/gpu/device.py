@@ -1,8 +1,6 @@
 """Where the tests of this folder run: on a GPU or, to rehearse them where there is none, on the CPU."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -11,7 +9,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 from engine.cases import Problem
-from qclip.engine import tf32
 
 DEVICE: Final = torch.device(os.environ.get("QCLIP_TEST_DEVICE", "cuda"))
 """QCLIP_TEST_DEVICE=cpu rehearses every test that does not need the hardware."""
@@ -47,16 +44,3 @@ def placed(problem: Problem) -> Problem:
     return replace(
         problem, model=problem.model.to(DEVICE), inputs=moved(problem.inputs), targets=moved(problem.targets)
     )
-
-
-@contextmanager
-def float32_by(precision: str) -> Iterator[None]:
-    """How products, convolutions and recurrent layers in float32 are computed meanwhile: by "ieee" or by "tf32"."""
-    before = tf32._now()
-    try:
-        for switch in tf32._switches():
-            switch.fp32_precision = precision
-        yield
-    finally:
-        for switch, setting in zip(tf32._switches(), before, strict=True):
-            switch.fp32_precision = setting

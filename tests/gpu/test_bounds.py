@@ -26,8 +26,8 @@ from engine.test_products import (
     test_sums_are_close_to_the_true_ones,  # noqa: F401
     true_grads,
 )
-from gpu.device import DEVICE, ON_GPU, cuda_only, float32_by
-from qclip.engine import products
+from gpu.device import DEVICE, ON_GPU, cuda_only
+from qclip.engine import products, tf32
 from qclip.engine.convolutions import Geometry, Windows
 from qclip.engine.forms import Outer
 from qclip.engine.kernels.gram import wins
@@ -99,7 +99,7 @@ def test_norms_leave_room_for_tf32(positions, method):
     """Products in float32 are rounded to 10 bits in norm and sum: reported norms have the room too."""
     form = outer(5, positions, 40, 56)
     form = Outer(*(x + 1e-3 * torch.rand_like(x) for x in (form.left.float(), form.right.float())), form.shape)
-    with float32_by("tf32"):
+    with tf32.using("tf32"):
         squares = METHODS[method](form)
         assert_bounded(form, squares, tries=5)
     assert squares.is_exact
@@ -116,6 +116,6 @@ def test_tf32_is_there_to_be_dealt_with():
     exact = (x.double() @ x.double()).abs().max()
     errors = []
     for precision in ("ieee", "tf32"):
-        with float32_by(precision):
+        with tf32.using(precision):
             errors.append(float((x @ x - x.double() @ x.double()).abs().max() / exact))
     assert errors[0] < 1e-5 < errors[1]

@@ -6,7 +6,7 @@ from torch import nn
 
 from engine.cases import squared
 from engine.cases.case import token_loss
-from gpu.device import DEVICE, ON_GPU, cuda_only, float32_by
+from gpu.device import DEVICE, ON_GPU, cuda_only
 from qclip.engine import Engine, tf32
 from qclip.engine.engine import call
 
@@ -75,7 +75,7 @@ def test_autocast_is_proven_every_time():
 def test_settings_are_as_before(precision):
     """TF32, the level of determinism, and where the generators stand."""
     model, (x, y) = transformer(torch.float32), sequences(torch.float32)
-    with float32_by(precision):
+    with tf32.using(precision):
         before = tf32.settings()
         states = torch.get_rng_state(), torch.cuda.get_rng_state() if ON_GPU else None
         proven(model, squared, x, y)

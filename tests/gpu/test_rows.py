@@ -10,9 +10,11 @@ from torch.utils._device import _device_constructors
 
 from engine.cases import CASES, MODELS, OPERATIONS, STRUCTURE
 from engine.compare import assert_same, distance, fast, floating, middle, quiet, slow
-from engine.test_rows import NOT_IN_BFLOAT16, SHIELDED
-from gpu.device import DEVICE, ON_GPU, cuda_only, float32_by, placed
+from engine.row import SHIELDED
+from engine.test_rows import NOT_IN_BFLOAT16
+from gpu.device import DEVICE, ON_GPU, cuda_only, placed
 from qclip.engine import batch as batches
+from qclip.engine import tf32
 from qclip.engine.engine import call
 
 pytestmark = [pytest.mark.gpu, *quiet]
@@ -125,7 +127,7 @@ def test_no_example_counts_for_more_than_the_bound_in_bfloat16(case):
 @by_id(SAMPLE)
 def test_no_example_counts_for_more_than_the_bound_with_tf32(case):
     problem = placed(case.build())
-    with float32_by("tf32"):
+    with tf32.using("tf32"):
         assert_bounded(case, problem, 0.9 * middle(case, problem))
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 from engine.driven import as_traced
 from gpu.device import DEVICE, ON_GPU, cuda_only
 from qclip.thresholds import Constant, PrivateQuantile
-from test_compile import assert_same_run, dataset, fused, inside, make, network, parameters
+from test_compile import assert_same_run, dataset, fused, inside, make, network, parameters, unbroken_and_resumed
 
 pytestmark = pytest.mark.gpu
 
@@ -77,17 +77,7 @@ def test_a_resumed_run_is_the_run_that_would_have_been(stop, compile, tmp_path):
         torch.manual_seed(7)
         return on_device(nn.Dropout(0.3), compile=compile, physical_batch_size=40, seed=seed)
 
-    whole = built(seed=5)
-    fused(*whole)
-    training, *_ = built(seed=5)
-    for used, batch in enumerate(training.loader, 1):
-        training.step(batch)
-        if used == stop:
-            break
-    training.save(tmp_path / "run.pt")
-    second = built()
-    second[0].load(tmp_path / "run.pt")
-    fused(*second)
+    whole, second = unbroken_and_resumed(built, stop, tmp_path / "run.pt")
     torch.testing.assert_close(parameters(second[1]), parameters(whole[1]), rtol=1e-5, atol=1e-6)
     for mine, other in zip(second[0].history, whole[0].history, strict=True):
         assert mine.tau == pytest.approx(other.tau)

@@ -4,6 +4,7 @@ import importlib
 import pickle
 import sys
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 from qclip.engine import oracle
 from qclip.private import make_private
 from qclip.thresholds import Constant
+from shards import named
 
 transformers = pytest.importorskip("transformers")
 integration = pytest.importorskip("qclip.integrations.transformers")
@@ -138,10 +140,7 @@ QUICK = ("gpt2", "bert-classes")
 """The engine's own tests compare more models with the oracle."""
 
 
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, id=row.name, marks=() if row.name in QUICK else pytest.mark.slow) for row in ROWS],
-)
+@pytest.mark.parametrize("row", named(QUICK, ROWS, name=attrgetter("name")))
 def test_private_sums_equal_the_oracle(row):
     model = row.model()
     norms = oracle.clipped(model, lambda batch: row.loss(model, batch), row.batch(), 1.0).norms

@@ -26,18 +26,23 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise Refusal(f"{name} synchronises raw gradients between processes; pass the module inside it (model.module)")
     for path, module in model.named_modules():
-        for kind in type(module).__mro__:
-            way = _DISTRIBUTED.get(kind.__name__) if kind.__module__.startswith("torch.distributed.") else None
-            if way is not None:
-                raise Refusal(
-                    f"{_named(path, module)} is sharded or replicated by {way}, which synchronises raw gradients "
-                    f"between processes; that is not supported yet: make the model private without {way}"
-                )
+        way = _distributed_by(type(module))
+        if way is not None:
+            raise Refusal(
+                f"{_named(path, module)} is sharded or replicated by {way}, which synchronises raw gradients "
+                f"between processes; that is not supported yet: make the model private without {way}"
+            )
     if isinstance(model, torch.jit.ScriptModule):
         raise Refusal(
             f"{name}: a scripted module hides which parameters it uses where; pass the module it was scripted from"
         )
     return model
+
+
+def _distributed_by(kind: type[nn.Module]) -> str | None:
+    """What made this class of modules, where torch.distributed did."""
+    bases = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.distributed.")]
+    return next((_DISTRIBUTED[name] for name in bases if name in _DISTRIBUTED), None)
 
 
 def _named(path: str, module: nn.Module) -> str:
