@@ -162,8 +162,7 @@ def value(size=N // 4):
     tensors = {name: torch.full(shape, 0.5, device=DEVICE) for name, shape in shapes.items()}
     tensors["wide"] = torch.zeros(5000, dtype=torch.float64, device=DEVICE)  # not for the kernel
     members = {name: int(name in "cd") for name in tensors}
-    dims = tuple(sum(x.numel() for name, x in tensors.items() if members[name] == k) for k in range(2))
-    return mechanism.BoundedSum(tensors, members, (2.0, 3.0), dims)
+    return mechanism.BoundedSum(tensors, members, (2.0, 3.0), mechanism.group_dims(tensors, members, 2))
 
 
 def generator(seed):
