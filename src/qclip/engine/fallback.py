@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from qclip.engine import batch as batches
@@ -18,8 +19,12 @@ from qclip.engine.swapped import swapped
 
 @contextmanager
 def _replayed(state: RandomState | None) -> Iterator[None]:
-    """The random numbers of the call again, and no warning of vmap's that an operation is slow."""
-    with warnings.catch_warnings(), state.replayed() if state is not None else nullcontext():
+    """The random numbers of the call again, and no warning of vmap's that an operation is slow.
+
+    Attention is computed step by step: vmap of a GPU's fused kernels refuses a mask that belongs to no example.
+    """
+    again = state.replayed() if state is not None else nullcontext()
+    with warnings.catch_warnings(), again, sdpa_kernel(SDPBackend.MATH):
         warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
         yield
 
