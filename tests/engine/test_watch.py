@@ -150,6 +150,29 @@ def test_outputs_are_changed_in_the_loss(change, batch_size):
     assert_same(found, oracle.clipped_gradients(model, loss, x, targets, 0.5), rtol=2e-5)
 
 
+OVERWRITTEN = {
+    "centred": lambda outputs: outputs.sub_(outputs.mean(0)),
+    "scaled": lambda outputs: outputs.div_(outputs.detach().abs().max()),
+    "a row": lambda outputs: outputs[0].zero_(),
+    "without gradient": lambda outputs: outputs.detach().sub_(20 * outputs.detach().mean(0)),
+}
+
+
+@pytest.mark.parametrize("change", OVERWRITTEN.values(), ids=OVERWRITTEN)
+@pytest.mark.parametrize("pack", [lambda out: out, lambda out: {"logits": out}], ids=["tensor", "dict"])
+def test_outputs_overwritten_before_the_loss(change, pack):
+    """The proof runs the model again, without what was done to its outputs afterwards."""
+    model, (x, targets) = Net(lambda n, x: pack(n.one(x).tanh()), one=nn.Linear(D, P)), batch()
+    engine = watching(model)
+    outputs = model(x)
+    (out,) = outputs.values() if isinstance(outputs, dict) else [outputs]
+    change(out)
+    with pytest.raises(Refusal, match="changed in place after the model returned them; put what changes them into"):
+        engine.finish(out, targets, squared, 0.5)
+    returned = model(x)
+    engine.finish(returned if out is outputs else returned["logits"], targets, squared, 0.5)
+
+
 def test_groups_thresholds_and_masks():
     model, (x, targets) = mlp(), batch()
     mask = torch.tensor([True, False, True, True])

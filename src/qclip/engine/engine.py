@@ -144,6 +144,7 @@ class Engine:
                 "its loss (the model itself: a compiled one cannot be watched)"
             )
         self._watch.last = None
+        watched.require_unchanged_outputs()
         find = watched.finder(outputs)
         if find is None:
             raise Refusal(

@@ -12,8 +12,10 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from qclip.engine.refusal import Refusal
 
 
 class Watched:
@@ -21,9 +23,23 @@ class Watched:
 
     def __init__(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.run, self.args, self.kwargs = run, args, kwargs
-        self.returned: Any = None
+        self._returned: Any = None
+        self._versions: list[tuple[Tensor, int]] = []
         kinds = {x.device.type for x in run.capture.parameters.values()}
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+
+    def leave(self, returned: Any) -> None:
+        """Note what the model returned."""
+        self._returned = returned
+        self._versions = [(leaf, leaf._version) for leaf in _leaves(returned) if isinstance(leaf, Tensor)]
+
+    def require_unchanged_outputs(self) -> None:
+        """Refuse outputs that were overwritten since: the gradient would know of it, and the proof would not."""
+        if any(leaf._version != version for leaf, version in self._versions):
+            raise Refusal(
+                "the outputs were changed in place after the model returned them; put what changes them into the "
+                "loss, such as lambda outputs, targets: criterion(outputs - outputs.mean(1, keepdim=True), targets)"
+            )
 
     def again(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model as it was called, under the same autocast."""
@@ -34,9 +50,9 @@ class Watched:
 
     def finder(self, outputs: Any) -> Callable[[Any], Any] | None:
         """How to find the user's ``outputs`` in what the model returns; None if they were computed from it."""
-        if outputs is self.returned:
+        if outputs is self._returned:
             return lambda returned: returned
-        places = {id(leaf): k for k, leaf in enumerate(_leaves(self.returned))}
+        places = {id(leaf): k for k, leaf in enumerate(_leaves(self._returned))}
         wanted, structure = pytree.tree_flatten(outputs)
         if not all(id(leaf) in places for leaf in wanted):
             return None
@@ -99,7 +115,7 @@ class Watch:
             return
         (watched, stack), self._open = self._open, None
         stack.close()
-        watched.returned = returned
+        watched.leave(returned)
         self.last = None if returned is None else watched  # None: the forward pass failed
 
 
