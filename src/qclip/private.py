@@ -94,7 +94,13 @@ def make_private(
     >>> len(training.history), round(training.epsilon(), 2)
     (5, 1.19)
     """
-    engine = Engine(model, groups=groups, data_independent=data_independent)
+    criterion = loss if loss is not None else per_example_loss
+    engine = Engine(
+        model,
+        criterion=criterion if isinstance(criterion, nn.Module) and criterion is not model else None,
+        groups=groups,
+        data_independent=data_independent,
+    )
     if compile is not False and compile is not True:
         check.choice("compile", compile, MODES)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)

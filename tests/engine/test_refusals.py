@@ -24,7 +24,7 @@ from engine.cases.case import D, P, V, frozen, ids, param, squared
 from engine.cases.hidden import Product
 from engine.compare import assert_same
 from qclip.engine import Dense, Engine, Outer, Refusal, clipped_gradients, explain, oracle, register_rule, running_state
-from qclip.engine.proof import perturbed
+from qclip.engine.perturbation import perturbed
 from qclip.engine.rules import unregister_rule
 
 B = 4

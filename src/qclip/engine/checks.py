@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from qclip.engine import running_state
+from qclip.engine import constants, running_state
 from qclip.engine.refusal import Refusal
 from qclip.engine.sites import Site, is_in_place
 
@@ -76,37 +76,41 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @dataclass(frozen=True)
 class State:
-    """The parameters and buffers as they were before a forward pass."""
+    """The parameters and buffers of a model, and of its criterion, as they were before a forward pass."""
 
     tensors: Mapping[str, tuple[Tensor, int]]
-    buffers: Mapping[str, Tensor] | None
-    """Copies, for the few functions that write without raising the version, such as torch's own batch norm."""
+    values: Mapping[str, Tensor] | None
+    """Of the constants, for what writes without raising the version: ``.data``, and torch's own batch norm."""
 
     @staticmethod
-    def of(model: nn.Module, *, copy_buffers: bool = False) -> "State":
+    def of(model: nn.Module, criterion: nn.Module | None = None, *, by_value: bool = False) -> "State":
         """Now."""
-        buffers = {name: x.detach().clone() for name, x in model.named_buffers()} if copy_buffers else None
-        return State({name: (x, x._version) for name, x in named_tensors(model)}, buffers)
+        tensors = dict(named_tensors(model, criterion))
+        values = {name: constants.values(x) for name, x in tensors.items() if is_constant(name, x)}
+        return State({name: (x, x._version) for name, x in tensors.items()}, values if by_value else None)
 
-    def require_unmoved(self, model: nn.Module, allowed: Iterable[str]) -> None:
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """What training does not move."""
+        return {name: x for name, (x, _) in self.tensors.items() if is_constant(name, x)}
+
+    def require_unmoved(self, model: nn.Module, criterion: nn.Module | None, allowed: Iterable[str]) -> None:
         """Refuse a forward pass that changed a parameter or buffer, other than those declared data-independent.
 
         What is known to follow the data cannot be declared away.
         """
-        for name, x in named_tensors(model):
-            before = self.tensors.get(name)
-            copy = None if self.buffers is None else self.buffers.get(name)
-            same = copy is None or torch.equal(torch.nan_to_num(copy), torch.nan_to_num(x))
-            if same and before is not None and before[0] is x and before[1] == x._version:
+        for name, x in named_tensors(model, criterion):
+            tensor, version = self.tensors.get(name, (None, 0))
+            value = None if self.values is None else self.values.get(name)
+            if tensor is x and x._version == version and (value is None or constants.same(value, constants.values(x))):
                 continue
             _require_no_running_state(model, x)
             if any(fnmatchcase(name, pattern) for pattern in allowed):
                 continue
-            owner = model.get_submodule(name.rpartition(".")[0])
             raise Refusal(
-                f"{name!r} ({type(owner).__name__}) changed in the forward pass: that would release what the data did "
-                "to it without noise; use a layer that keeps nothing of the data, or, if the change does not depend "
-                f"on the data, declare it with data_independent=[{name!r}]"
+                f"{name!r} ({type(_owner(name, model, criterion)).__name__}) changed in the forward pass: that would "
+                "release what the data did to it without noise; use a layer that keeps nothing of the data, or, if the "
+                f"change does not depend on the data, declare it with data_independent=[{name!r}]"
             )
 
 
@@ -122,10 +126,28 @@ def _require_no_running_state(model: nn.Module, changed: Tensor) -> None:
                 )
 
 
-def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Parameters and buffers."""
+CRITERION: Final = "criterion."
+"""What the names of a criterion's tensors begin with."""
+
+
+def named_tensors(model: nn.Module, criterion: nn.Module | None = None) -> Iterable[tuple[str, Tensor]]:
+    """Parameters and buffers, of the model and of its criterion."""
     yield from model.named_parameters()
     yield from model.named_buffers()
+    if criterion is not None:
+        yield from ((CRITERION + name, x) for name, x in named_tensors(criterion))
+
+
+def is_constant(name: str, x: Tensor) -> bool:
+    """Whether training leaves it alone: a buffer, a frozen parameter, anything of a criterion."""
+    return not x.requires_grad or name.startswith(CRITERION)
+
+
+def _owner(name: str, model: nn.Module, criterion: nn.Module | None) -> nn.Module:
+    path = name.rpartition(".")[0]
+    if criterion is not None and name.startswith(CRITERION):
+        return criterion.get_submodule(path.removeprefix(CRITERION.rstrip(".")).lstrip("."))
+    return model.get_submodule(path)
 
 
 def require_gradient_mode() -> None:

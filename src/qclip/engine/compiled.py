@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Any, Final, Literal, NamedTuple
 
@@ -21,7 +21,8 @@ from qclip import _validate as check
 from qclip._transfer import sent
 from qclip.engine import batch as batches
 from qclip.engine import checks, clipping, repeatable, tf32
-from qclip.engine.checks import Evaluate
+from qclip.engine.checks import Evaluate, State
+from qclip.engine.constants import Snapshot
 from qclip.engine.engine import Choice, Engine
 from qclip.engine.graph import Function, Outputs, as_a_step_runs, inputs_of, model_tensors, outputs_of, trace
 from qclip.engine.machine_code import machine_code
@@ -58,6 +59,8 @@ class Step:
     uses: int = 0
     draws: bool = False
     """Whether it draws random numbers."""
+    proven_with: Snapshot = field(default_factory=lambda: Snapshot({}, moved=False))
+    """The constants at the last proof."""
 
 
 class Tensors(NamedTuple):
@@ -68,6 +71,8 @@ class Tensors(NamedTuple):
     """Their shapes, strides, precisions, devices and flags, and the modules' flags."""
     tensors: list[Tensor]
     """In the order of a graph's inputs."""
+    constants: dict[str, Tensor]
+    """Those that training does not move."""
 
 
 class Compiled:
@@ -199,7 +204,9 @@ class Compiled:
         if step is None and len(self._steps) >= MOST_KINDS:
             reason = "batches are of many kinds; pad them to a few shapes, and leave text and changing numbers out"
             return reason, model.tensors
-        if step is None or (isinstance(step, Step) and step.uses in PROOFS):
+        left = step.proven_with.left(model.constants) if isinstance(step, Step) else []
+        if step is None or left or (isinstance(step, Step) and step.uses in PROOFS):
+            self.engine.note_moves(left)
             # Proofs and trials leave the generators as they were: a resumed run makes them again.
             with RandomState.now(self.engine.device).replayed():
                 step = self._built(evaluate, batch, counted, step)
@@ -208,6 +215,8 @@ class Compiled:
                 if self.engine.device.type == "cuda":  # else gradients settle amidst what a proof took, and keep it
                     torch.cuda.empty_cache()
             model = self._model()  # a forward pass may have replaced a buffer
+            if isinstance(step, Step):
+                step.proven_with = Snapshot(model.constants, moved=step.plan.moved)
         if isinstance(step, Step):
             step.uses += 1
         return step, model.tensors
@@ -236,7 +245,8 @@ class Compiled:
         known = self._tensors
         if known is None or known.kinds != kinds or not all(map(is_, known.found, found)):
             self.engine.require_same_parameters()
-            known = self._tensors = Tensors(found, kinds, model_tensors(self.engine))
+            constants = State.of(self.engine.model, self.engine.criterion).constants
+            known = self._tensors = Tensors(found, kinds, model_tensors(self.engine), constants)
         return known
 
     def _built(self, evaluate: Evaluate, batch: Any, counted: Tensor, known: Step | None) -> Step | str:

@@ -1,8 +1,9 @@
 """The eager driver: one forward pass, one backward pass to the sites, norms, clip factors, sums."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from qclip.engine import batch as batches
 from qclip.engine import checks, clipping, fallback, faults, tf32
 from qclip.engine.capture import Capture
 from qclip.engine.checks import Evaluate
+from qclip.engine.constants import Snapshot
 from qclip.engine.costs import CostModel
 from qclip.engine.forms import Dense, scale_examples
 from qclip.engine.groups import ClipNorm, GroupSpec, partition
@@ -21,12 +23,11 @@ from qclip.engine.parts import (
     Parts,
     accumulator,
     collect,
-    plain_gradients,
     prepare,
-    require_totals,
 )
 from qclip.engine.plan import Plan, signature
-from qclip.engine.proof import PROOFS, SAME_WAY, NotSpreading, Repetition, perturbed, prove, require_owners
+from qclip.engine.proof import PROOFS, SAME_WAY, NotSpreading
+from qclip.engine.prover import CALLS_FOR_REFUSAL, Prover, first_line
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 from qclip.engine.repeatable import repeatably
@@ -47,8 +48,10 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 Choice = ClipNorm | Callable[[Tensor], ClipNorm]
 """The threshold of each group, or a function that chooses it from norms [examples, K]."""
-Plans = dict[Any, tuple[Plan, int]]
-"""By kind of forward pass: how to deal with it, and how often it was used."""
+Plans = dict[Any, tuple[Plan, int, Snapshot]]
+"""By kind of forward pass: how to deal with it, how often it was used, and the constants it was proven with."""
+_OFTEN = 3
+"""How often a constant may call for a new proof before that is said."""
 _MOST_PLANS = 256
 
 
@@ -56,13 +59,15 @@ class Engine:
     """Exact clipped gradient sums of one model.
 
     ``data_independent`` declares buffers (as glob patterns) that may change in a forward pass because nothing in the
-    data changes them, such as the power iteration of a spectral norm.
+    data changes them, such as the power iteration of a spectral norm. A ``criterion`` with buffers of its own is
+    watched like the model.
     """
 
     def __init__(
         self,
         model: nn.Module,
         *,
+        criterion: nn.Module | None = None,
         groups: GroupSpec = "flat",
         data_independent: Sequence[str] = (),
         costs: CostModel | None = None,
@@ -70,13 +75,19 @@ class Engine:
     ) -> None:
         warn_if_untested(torch.__version__)
         self.model = checks.unwrapped(model)
+        self.criterion = criterion
         self.parameters = checks.trainable(self.model)
         self.groups = partition(self.parameters, groups)
         self.data_independent = tuple(data_independent)
         self.costs = costs or CostModel()
         self._plans: Plans = {} if plans is None else plans
         self._not_spreading: dict[int, frozenset[int]] = {}
+        self.proofs = 0
+        """How many were made: what is proven with the forward pass elsewhere is proven when this grows."""
+        self.draws = False
+        """Whether a proof saw the evaluation draw random numbers."""
         self._warned = False
+        self._moves: Counter[str] = Counter()
         self._watch: Watch | None = None
         self._recording = False
 
@@ -157,7 +168,7 @@ class Engine:
             return loss(find(watched.again(self.model, args, kwargs)), others)
 
         run = watched.run
-        run.state.require_unmoved(self.model, self.data_independent)
+        run.state.require_unmoved(self.model, self.criterion, self.data_independent)
         checks.require_unchanged_inputs(run.capture.sites)
         run.losses = loss(outputs, targets)
         batch = ((watched.args, watched.kwargs), targets)
@@ -183,7 +194,7 @@ class Engine:
                 run.losses = evaluate(batch)
         finally:
             self._recording = False
-        run.state.require_unmoved(self.model, self.data_independent)
+        run.state.require_unmoved(self.model, self.criterion, self.data_independent)
         if any(x._version != version for x, version in versions):
             raise Refusal(
                 "the model changes its input in place; let it make a new tensor (x = x - 1 instead of x -= 1)"
@@ -246,11 +257,11 @@ class Engine:
         checks.require_gradient_mode()
         checks.require_inputs(batch)
         self.require_same_parameters()
-        constants = [x for _, x in checks.named_tensors(self.model) if not x.requires_grad]
+        state = checks.State.of(self.model, self.criterion, by_value=proving)
+        constants = list(state.constants.values())
         capture = self.capture(
             self.parameters, constants, batch, count, like=count, keep_values=keep_values, observe=observe
         )
-        state = checks.State.of(self.model, copy_buffers=proving)
         return Run(capture, state, RandomState.now(self.device), count)
 
     def _finish(
@@ -284,16 +295,10 @@ class Engine:
     @torch.enable_grad()
     def prove(self, evaluate: Evaluate, batch: Any, count: int) -> "tuple[Run, Plan]":
         """A forward pass on this batch, and how it is dealt with, proven on it whatever is known already."""
-
-        def proven(run: Run) -> Plan:
-            return self._prove(
-                run, *checks.unseen_parameters(run.losses, run.capture.sites, self.parameters), evaluate, batch
-            )
-
         with faults.avoided():
             run = self.record(evaluate, batch, count)
             checks.require_losses(run.losses, count)
-            return self._settled(run, evaluate, batch, proven)
+            return self._settled(run, evaluate, batch, lambda run: self._prove(run, evaluate, batch))
 
     def _settled(
         self, run: "Run", evaluate: Evaluate, batch: Any, find_plan: "Callable[[Run], Plan]"
@@ -318,10 +323,14 @@ class Engine:
             signature(run.capture.sites, run.count),
             tuple(module.training for module in self.model.modules()),
         )
-        plan, uses = self._plans.pop(key, (None, 0))
-        if plan is None or uses in PROOFS or not plan.proven:
-            plan = self._prove(run, unseen, reached, evaluate, batch)
-        self._plans[key] = plan, uses + 1  # the latest last
+        constants = run.state.constants
+        plan, uses, known = self._plans.pop(key, (None, 0, None))
+        left = [] if known is None else known.left(constants)
+        if plan is None or known is None or uses in PROOFS or not plan.proven or left:
+            self.note_moves(left)
+            plan = self._prove(run, evaluate, batch)
+            known = Snapshot(constants, moved=plan.moved)
+        self._plans[key] = plan, uses + 1, known  # the latest last
         if len(self._plans) > _MOST_PLANS:
             del self._plans[next(iter(self._plans))]
         if run.capture.routes and not self._warned:
@@ -334,47 +343,26 @@ class Engine:
             )
         return plan
 
-    def _prove(self, run: "Run", unseen: list[str], reached: list[bool], evaluate: Evaluate, batch: Any) -> Plan:
+    def note_moves(self, names: Sequence[str]) -> None:
+        """Say, once, that a constant changes so often that most of the time goes into new proofs."""
+        self._moves.update(names)
+        often = [name for name in names if self._moves[name] == _OFTEN]
+        if often:
+            warnings.warn(
+                f"{', '.join(map(repr, often))} changed between steps {_OFTEN} times by more than was proven, and the "
+                "model is proven again each time, which is slow; pass what changes with the batch, one value for each "
+                "example, or change it less often",
+                stacklevel=2,
+            )
+
+    def _prove(self, run: "Run", evaluate: Evaluate, batch: Any) -> Plan:
+        self.proofs += 1
+        prover = Prover(self, run, evaluate, batch)
         buffers = [(x, x.detach().clone()) for _, x in self.model.named_buffers()] if self.data_independent else []
-
-        def rerun(
-            batch: Any,
-            count: int,
-            *,
-            keep_values: bool = False,
-            observe: Callable[[int, Tensor], None] | None = None,
-        ) -> Repetition:
-            with run.random_state.replayed():
-                start = RandomState.now(self.device)
-                try:
-                    again = self.record(evaluate, batch, count, keep_values=keep_values, observe=observe, proving=True)
-                except Refusal:
-                    raise
-                except _CALLS_FOR_REFUSAL as error:
-                    raise Refusal(
-                        "the model could not be run again with some examples replaced or left out: "
-                        f"{_first_line(error)}. Every input with one row per example must make sense in "
-                        "another order, and in a smaller batch"
-                    ) from error
-                checks.require_losses(again.losses, count)
-                return Repetition(again.capture, again.losses, not start.unmoved())
-
-        def proven() -> Plan:
-            plan = prove(run.capture, unseen, reached, batch, run.count, rerun, lambda: in_evaluation(self.model))
-            with perturbed(self.parameters.values()):
-                with run.random_state.replayed():
-                    again = self.record(evaluate, batch, run.count)
-                expected = plain_gradients(again.losses, self.parameters)
-                everyone = torch.ones(run.count, dtype=torch.bool, device=again.losses.device)
-                parts = self.collect(again, plan, everyone, evaluate, batch)
-                require_totals(parts, expected, again.capture.sites, self.parameters)
-            if run.capture.routes or again.capture.fingerprint != run.capture.fingerprint:
-                require_owners(Repetition(run.capture, run.losses, random=False), plan)
-            return plan
-
         try:
-            return repeatably(self.device, proven)
+            return repeatably(self.device, prover.prove)
         finally:
+            self.draws |= prover.draws
             for x, before in buffers:
                 x.data.copy_(before)
 
@@ -396,9 +384,9 @@ class Engine:
             again, grads = fallback.whole_model_gradients(
                 self.model, evaluate, batch, run.count, names, run.random_state
             )
-        except _CALLS_FOR_REFUSAL as error:
+        except CALLS_FOR_REFUSAL as error:
             raise Refusal(
-                f"no exact way to clip {why}. Running the model example by example failed too: {_first_line(error)}. "
+                f"no exact way to clip {why}. Running the model example by example failed too: {first_line(error)}. "
                 f"{remedy}"
             ) from error
         finally:
@@ -435,28 +423,10 @@ class Engine:
         )
 
 
-# What torch and models raise when they are run in a way they cannot be.
-_CALLS_FOR_REFUSAL = (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError, KeyError)
 _REMEDY = (
     "Register a rule for the function (qclip.register_rule), write it with torch functions that vmap understands, "
     "or freeze the parameter"
 )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
-
-
-@contextmanager
-def in_evaluation(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and then each module as it was."""
-    before = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
 
 
 @dataclass(eq=False)

@@ -66,7 +66,14 @@ def clipped_gradients(
     touched.
     """
     model = checks.unwrapped(model)
-    engine = Engine(model, groups=groups, data_independent=data_independent, costs=costs, plans=_plans_of(model, loss))
+    engine = Engine(
+        model,
+        criterion=loss if isinstance(loss, nn.Module) else None,
+        groups=groups,
+        data_independent=data_independent,
+        costs=costs,
+        plans=_plans_of(model, loss),
+    )
 
     def evaluate(pair: tuple[Any, Any]) -> Tensor:
         return loss(call(model, pair[0]), pair[1])

@@ -87,7 +87,7 @@ def require_totals(
     parts: Parts, expected: Mapping[str, Tensor], sites: Sequence[Site], parameters: Mapping[str, Tensor]
 ) -> None:
     """Refuse if the unclipped sums are not autograd's: the last line against a wrong rule or a wrong capture."""
-    tolerance, overall = (3e-2, 3e-3) if any(map(_is_rough, sites)) else (1e-4, 1e-6)
+    tolerance, overall = (3e-2, 3e-3) if any(map(is_rough, sites)) else (1e-4, 1e-6)
     # Some gradients are zero but for rounding, such as those of the keys' biases in attention.
     noise = overall * sum(float(torch.linalg.vector_norm(grad)) for grad in expected.values())
     for name, wanted in expected.items():
@@ -103,7 +103,7 @@ def require_totals(
             )
 
 
-def _is_rough(site: Site) -> bool:
+def is_rough(site: Site) -> bool:
     """Whether autograd rounds to 16 bits on the way to the parameters."""
     sources = list(site.call.sources.values())
     dtypes = {x.dtype for x, _ in site.call.versions}

@@ -39,6 +39,8 @@ class Plan:
     """Why, by parameter."""
     proven: bool
     """Whether the proof holds for later batches of the kind; not where a site showed no gradient, or data move rows."""
+    moved: bool = False
+    """Whether buffers and frozen parameters had other values in the proof: it then holds while they drift."""
 
     @property
     def why(self) -> str:

@@ -1,20 +1,20 @@
 """Proofs: what the engine relies on, tested on the batch at hand instead of guessed from sizes.
 
-At the first batch of each kind (and a few later ones) the evaluation is run again at perturbed parameters, because a
-layer that starts at zero would hide everything behind it, by repeatable kernels, and four things are tested:
+At the first batch of each kind (and a few later ones) the evaluation is run again, by repeatable kernels and with
+everything it reads moved a little (`perturbation`), and four things are tested:
 
 - *ownership*: with some examples' losses left out, the gradient at every site must be exactly zero in the rows
   attributed to them. A few rounds tell any two apart (`halves`): 4 for 6 examples, 7 for 32, 11 for 256;
 - *separation*: with those examples replaced by others, the rest must keep their losses, their values at every site and
-  their gradients there;
+  their gradients there, also where the inputs of the others are a thousand times as large;
 - *size*: in a batch of another size the examples must give the same values and gradients;
 - *replay*: a site without a rule, run again example by example, must give the output it gave.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -31,6 +31,10 @@ from qclip.engine.sites import Site, output_gradients
 
 _NOTED: Final = 2**24
 """How many numbers are looked at at once."""
+TOLERANCE: Final = 1e-4
+"""By how much of itself a value may differ in a proof: examples that mix by less are not seen to."""
+ROUGH_TOLERANCE: Final = 1e-2
+"""The same in 16 bits."""
 PROOFS: Final = frozenset({0, 1, *(16**k - 1 for k in range(1, 12))})
 """After how many uses a kind of forward pass is proven: at the 1st, 2nd, 16th, 256th... of them."""
 
@@ -65,6 +69,22 @@ class Rerun(Protocol):
         ...
 
 
+class Mixing(Refusal):
+    """Examples are not independent of each other."""
+
+
+@dataclass(frozen=True)
+class Modes:
+    """Ways to run the evaluation in a proof, each for as long as its context lasts."""
+
+    perturbed: Callable[[], AbstractContextManager[None]]
+    """With all that it reads moved a little."""
+    evaluation: Callable[[], AbstractContextManager[None]]
+    """With the model in evaluation mode."""
+    enlarged: Callable[[Tensor], AbstractContextManager[list[bool]]]
+    """With the model's inputs multiplied by these factors, one for each example; notes whether there were any."""
+
+
 class NotSpreading(Exception):
     """These calls, taken for sites because they seem to give rows to examples, do not."""
 
@@ -80,15 +100,15 @@ def prove(
     batch: Any,
     count: int,
     rerun: Rerun,
-    evaluation_mode: Callable[[], AbstractContextManager[None]],
+    modes: "Modes",
 ) -> Plan:
     """A plan for the sites of this capture, or a refusal.
 
     ``unseen`` are parameters that the loss depends on outside of the sites, ``reached`` says which sites it depends on.
     """
     try:
-        with perturbed(capture.parameters.values()):
-            return _proven(capture, unseen, reached, batch, count, rerun, evaluation_mode)
+        with modes.perturbed():
+            return _proven(capture, unseen, reached, batch, count, rerun, modes)
     except _OtherSites as other:
         again = [_first_other(capture.sites, rerun(batch, count).capture.sites, count) for _ in range(2)]
         raise (_routed(other.site) if again == [None, None] else _unrepeatable(unseen)) from None
@@ -109,7 +129,7 @@ def _proven(
     batch: Any,
     count: int,
     rerun: Rerun,
-    evaluation_mode: Callable[[], AbstractContextManager[None]],
+    modes: "Modes",
 ) -> Plan:
     reasons = dict.fromkeys(unseen, "the loss depends on it by a way that no torch function shows")
     batch, healthy = _healthy(rerun, batch, count)
@@ -132,11 +152,11 @@ def _proven(
     random, device = trial.random, trial.losses.device
     del trial, grads
     if count > 1:
-        plans = _require_separation(rerun, batch, count, plans)
+        plans = _require_separation(rerun, batch, count, plans, modes)
         if not random:
             plans = _require_any_size(rerun, batch, count, plans, device)
-        elif _runs_in_evaluation(rerun, batch, count, evaluation_mode):
-            with evaluation_mode():
+        elif _runs_in_evaluation(rerun, batch, count, modes):
+            with modes.evaluation():
                 plans = _require_any_size(rerun, batch, count, plans, device)
     whole = frozenset(reasons)
     sites = capture.sites
@@ -147,6 +167,15 @@ def _proven(
         (seen and len(each) == 1) or not used for seen, each, used in zip(shown, layouts, reached, strict=True)
     )
     return Plan(used, whole, reasons, proven=healthy and certain and not capture.routes)
+
+
+def require_separation_in_float32(rerun: Rerun, batch: Any, count: int, plan: Plan, modes: Modes) -> None:
+    """For what is computed in 16 bits, with a batch that is not: refuse examples that mix by less than those show."""
+    with modes.perturbed():
+        sites = rerun(batch, count).capture.sites
+        known = len(sites) == len(plan.sites)  # else the losses alone are compared
+        plans = [[how] if how is not None and known else [] for how in plan.sites]
+        _require_separation(rerun, batch, count, plans, modes)
 
 
 def _first_other(sites: Sequence[Site], others: Sequence[Site], count: int) -> Site | None:
@@ -217,25 +246,6 @@ def _owners(trial: Repetition, batch_size: int) -> tuple[list[list[Layout]], lis
             layouts[k] = [layout for layout in layouts[k] if _owns(layout, grads, half, batch_size)]
             shown[k] |= any(grad is not None and bool(grad.count_nonzero()) for grad in grads)
     return layouts, shown
-
-
-@contextmanager
-def perturbed(parameters: Any) -> Iterator[None]:
-    """The parameters moved a little at random, and put back bit by bit. What is positive stays so."""
-    parameters = list(parameters)
-    saved = [p.detach().clone() for p in parameters]
-    generators: dict[torch.device, torch.Generator] = {}
-    try:
-        for p in parameters:
-            generator = generators.setdefault(p.device, torch.Generator(p.device).manual_seed(0))
-            noise = torch.randn(p.shape, generator=generator, device=p.device).to(p.dtype)
-            p.data.copy_(torch.where(p.detach() == 0, 0.02 * noise, p.detach() * (1 + 0.05 * noise.clamp(-3, 3))))
-        torch.clear_autocast_cache()  # it holds casts of the parameters as they were
-        yield
-    finally:
-        for p, before in zip(parameters, saved, strict=True):
-            p.data.copy_(before)
-        torch.clear_autocast_cache()
 
 
 def halves(batch_size: int, losses: Tensor) -> list[Tensor]:
@@ -377,21 +387,46 @@ _MIX = (
 )
 
 
-def _require_separation(rerun: Rerun, batch: Any, count: int, plans: Plans) -> Plans:
+LARGE: Final = 1000.0
+"""How much larger the inputs of replaced examples are in the last round."""
+
+
+def _require_separation(rerun: Rerun, batch: Any, count: int, plans: Plans, modes: Modes) -> Plans:
     """The plans by which no example depends on the others, even where no gradient shows it, or a refusal."""
     before = Traces.of(rerun, batch, count, plans)
     everyone = torch.arange(count, device=before.losses.device)
     again = Traces.of(rerun, batch, count, plans)
-    tolerance = 1e-2 if before.rough else 1e-4
+    tolerance = ROUGH_TOLERANCE if before.rough else TOLERANCE
     if before.agreeing(again, everyone, everyone, tolerance)[1] is not None:
         raise _unrepeatable(())
-    for half in halves(count, before.losses):
-        stay = half != 0
-        after = Traces.of(rerun, batches.select(batch, replacement(stay), count), count, plans)
+
+    def require_agreement(after: Traces, stay: Tensor) -> None:
         before.plans, where = before.agreeing(after, stay, stay, tolerance)
         if where is not None:
-            raise Refusal(f"examples mix: replacing some of them changed others, {where}. {_MIX}")
+            raise Mixing(f"examples mix: replacing some of them changed others, {where}. {_MIX}")
+
+    rounds = halves(count, before.losses)
+    for half in rounds:
+        stay = half != 0
+        others = batches.select(batch, replacement(stay), count)
+        require_agreement(Traces.of(rerun, others, count, plans), stay)
+    large = _with_large_others(rerun, batch, count, plans, stay := rounds[0] != 0, modes)
+    if large is not None:
+        require_agreement(large, stay)
     return before.plans
+
+
+def _with_large_others(rerun: Rerun, batch: Any, count: int, plans: Plans, stay: Tensor, modes: Modes) -> Traces | None:
+    """The traces where those that do not stay have large inputs: what is mixed by a thousandth shows, too.
+
+    None where the model takes no floating-point numbers, or none that are so large.
+    """
+    try:
+        with modes.enlarged(torch.where(stay, 1.0, LARGE)) as applied:
+            traces = Traces.of(rerun, batch, count, plans)
+    except Refusal:
+        return None
+    return traces if any(applied) else None
 
 
 def _require_any_size(rerun: Rerun, batch: Any, count: int, plans: Plans, device: torch.device) -> Plans:
@@ -412,7 +447,7 @@ def _require_any_size(rerun: Rerun, batch: Any, count: int, plans: Plans, device
     tolerance = 0.2 if usual.rough else 1e-2
     plans, where = usual.agreeing(other, both, both, tolerance, allowed=len(both) // 20)
     if where is not None:
-        raise Refusal(
+        raise Mixing(
             f"an example's gradient depends on how many others there are, {where}: such as a loss divided "
             "by the batch's size or its number of tokens. Reduce over each example only; the clipped sum is divided by "
             "the expected batch size later"
@@ -420,12 +455,10 @@ def _require_any_size(rerun: Rerun, batch: Any, count: int, plans: Plans, device
     return plans
 
 
-def _runs_in_evaluation(
-    rerun: Rerun, batch: Any, count: int, evaluation_mode: Callable[[], AbstractContextManager[None]]
-) -> bool:
+def _runs_in_evaluation(rerun: Rerun, batch: Any, count: int, modes: Modes) -> bool:
     """Whether the evaluation can be made with the model in evaluation mode, where dropout draws nothing."""
     try:
-        with evaluation_mode():
+        with modes.evaluation():
             rerun(batch, count)
     except Refusal:  # such as a model that returns something else then
         return False
