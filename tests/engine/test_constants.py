@@ -1,4 +1,4 @@
-"""Buffers, frozen parameters and a criterion's own tensors: part of what is proven, and proven again where they move."""
+"""Buffers, frozen parameters and a criterion's own tensors: part of what is proven, and proven again if they move."""
 
 import warnings
 
