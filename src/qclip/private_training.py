@@ -16,9 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 from qclip import _validate as check
 from qclip import accounting, checkpoint, mechanism, rows, run_certificate, theory
 from qclip._transfer import sent
+from qclip.batch_proof import FetchProof
 from qclip.engine import ClippedGradients, Engine
 from qclip.engine.compiled import Compiled
 from qclip.engine.engine import Choice
+from qclip.fetch import Fetch
 from qclip.guard import Guard
 from qclip.history import History, StepRecord
 from qclip.logical_batch import LogicalBatch, Noise
@@ -130,6 +132,7 @@ class PrivateTraining:
             rows_per_example=evaluation.rows_per_example,
         )
         """The batches of the data, drawn for each step: one pass is one epoch, or the whole plan."""
+        self._fetch_proof = FetchProof(Fetch.of(source), engine, plan.dataset_size)
         self._inside = False
         if evaluation.criterion is not None:
             engine.watch(self._rows_of_next_batch)
@@ -382,8 +385,20 @@ class PrivateTraining:
     def _clip(self, batch: tuple[Any, ...]) -> tuple[Ticket, ClippedGradients]:
         whole = batch[0] if len(batch) == 1 else batch
         ticket, logical = self._redeem(whole)
-        mask = ticket.mask(self._device)
-        return ticket, self._gradients(self._placed(whole, ticket.rows), logical.choice, mask)
+        gradients = self._gradients(self._placed(whole, ticket.rows), logical.choice, ticket.mask(self._device))
+        if self._newly_proven() is not None:
+            self._fetch_proof.require_independent(
+                ticket.indices,
+                lambda used, rows: self._evaluation.losses(self._placed(used, rows)),
+                whole,
+                ticket.batch,
+            )
+        return ticket, gradients
+
+    def _newly_proven(self) -> Any:
+        """What the engine has proven since this was asked last: then the way of the batch to it is proven, too."""
+        proven, self._engine.proven = self._engine.proven, None
+        return proven
 
     def _gradients(self, batch: Any, choice: Choice, mask: Tensor) -> ClippedGradients:
         if self._compiled is None:
@@ -403,7 +418,11 @@ class PrivateTraining:
             self._compiled.say(
                 "the model was called outside: training.step(batch) and training.loss(batch) are compiled"
             )
-        return ticket, self._engine.finish(outputs, targets, self._evaluation.criterion, logical.choice, mask=mask)
+        gradients = self._engine.finish(outputs, targets, self._evaluation.criterion, logical.choice, mask=mask)
+        if (proven := self._newly_proven()) is not None:
+            evaluate, used = proven
+            self._fetch_proof.require_independent(ticket.indices, lambda used, _: evaluate(used), used, ticket.batch)
+        return ticket, gradients
 
     def _placed(self, batch: Any, examples: int) -> Any:
         """The batch on the model's device, as [examples, rows, ...] where an example has several rows."""

@@ -4,7 +4,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -124,6 +124,10 @@ class Ticket:
     size: int
     last: bool
     """Whether the logical batch ends here."""
+    indices: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    """The examples: as secret as the seed."""
+    batch: Any = field(default=None, compare=False, repr=False)
+    """What the loader gave for it."""
 
     @property
     def rows(self) -> int:
@@ -138,13 +142,13 @@ class Ticket:
 def cut(indices: NDArray[np.intp], step: int, physical_batch_size: int | None) -> Iterator[tuple[list[int], Ticket]]:
     """A logical batch in physical batches of at most the given size; an empty one is example 0, masked."""
     if indices.size == 0:
-        yield [0], Ticket(step, part=0, size=0, last=True)
+        yield [0], Ticket(step, part=0, size=0, last=True, indices=(0,))
         return
     width = physical_batch_size or indices.size
     starts = range(0, indices.size, width)
     for part, start in enumerate(starts):
         chosen = indices[start : start + width].tolist()
-        yield chosen, Ticket(step, part, len(chosen), last=start == starts[-1])
+        yield chosen, Ticket(step, part, len(chosen), last=start == starts[-1], indices=tuple(chosen))
 
 
 class Tickets:
@@ -152,7 +156,7 @@ class Tickets:
 
     def __init__(self, rows_per_example: int = 1) -> None:
         self._rows_per_example = rows_per_example
-        self._issued: deque[tuple[Ticket, list[weakref.ref[Tensor]]]] = deque()
+        self._issued: deque[tuple[Ticket, list[tuple[weakref.ref[Tensor], int]]]] = deque()
         self._spent: list[weakref.ref[Tensor]] = []
 
     @property
@@ -162,7 +166,8 @@ class Tickets:
 
     def issue(self, ticket: Ticket, batch: Any) -> None:
         """Note that a batch was handed out."""
-        self._issued.append((ticket, [weakref.ref(tensor) for tensor in tensors(batch)]))
+        versions = [(weakref.ref(tensor), tensor._version) for tensor in tensors(batch)]
+        self._issued.append((replace(ticket, batch=batch), versions))
 
     def redeem(self, batch: Any) -> Ticket:
         """The ticket of the batch that is now used (or of the outputs and targets that come from it).
@@ -177,7 +182,8 @@ class Tickets:
             raise check.refuse(
                 "batch", "without a ticket", "one that training.loader gave and that was not used", remedy
             )
-        (ticket, own), *others = self._issued
+        (ticket, versions), *others = self._issued
+        own = [ref for ref, _ in versions]
         given = tensors(batch)
         if not given:
             remedy = (
@@ -185,7 +191,7 @@ class Tickets:
             )
             raise check.refuse("batch", type(batch).__name__, "a nest of tensors", remedy)
         ids = {id(tensor) for tensor in given} - _alive(own)  # a collate function may share tensors
-        if ids & _alive(ref for _, refs in others for ref in refs):
+        if ids & _alive(ref for _, each in others for ref, _ in each):
             remedy = "use every batch of training.loader, in order: skipping one would change who is sampled"
             raise check.refuse("batch", "a later one", "the first that was not used", remedy)
         self._spent = [ref for ref in self._spent if ref() is not None]
@@ -197,13 +203,16 @@ class Tickets:
             remedy = "pass the batches of training.loader whole, one example per row of the first dimension"
             shapes = [tuple(tensor.shape) for tensor in given]
             raise check.refuse("batch", f"tensors of shapes {shapes}", f"of {ticket.rows} examples", remedy)
+        if any(tensor._version != version for ref, version in versions if (tensor := ref()) is not None):
+            remedy = "put what changes it into the model, the loss or the data set, where it can be proven"
+            raise check.refuse("batch", "changed in place", "as training.loader gave it", remedy)
         self._issued.popleft()
         self._spent.extend(own)
         return ticket
 
     def clear(self) -> None:
         """Void them all: none of these batches can be used any more."""
-        self._spent.extend(ref for _, refs in self._issued for ref in refs)
+        self._spent.extend(ref for _, each in self._issued for ref, _ in each)
         self._issued.clear()
 
 

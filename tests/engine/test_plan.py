@@ -15,7 +15,8 @@ from engine.compare import assert_same
 from qclip.engine import Engine, Refusal, clipped_gradients, oracle
 from qclip.engine import batch as batches
 from qclip.engine.layouts import Axis, Flat
-from qclip.engine.proof import _projected, halves, perturbed
+from qclip.engine.perturbation import perturbed
+from qclip.engine.proof import _projected, halves
 from qclip.engine.randomness import SameDraws
 
 MIXED = r"examples mix|cannot be attributed"

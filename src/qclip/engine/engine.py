@@ -83,7 +83,9 @@ class Engine:
         self._plans: Plans = {} if plans is None else plans
         self._not_spreading: dict[int, frozenset[int]] = {}
         self.proofs = 0
-        """How many were made: what is proven with the forward pass elsewhere is proven when this grows."""
+        """How many were made."""
+        self.proven: tuple[Evaluate, Any] | None = None
+        """What the last proof evaluated, and on which batch: for those who have more to prove then."""
         self.draws = False
         """Whether a proof saw the evaluation draw random numbers."""
         self._warned = False
@@ -360,7 +362,9 @@ class Engine:
         prover = Prover(self, run, evaluate, batch)
         buffers = [(x, x.detach().clone()) for _, x in self.model.named_buffers()] if self.data_independent else []
         try:
-            return repeatably(self.device, prover.prove)
+            plan = repeatably(self.device, prover.prove)
+            self.proven = evaluate, batch
+            return plan
         finally:
             self.draws |= prover.draws
             for x, before in buffers:
