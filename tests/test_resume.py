@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from qclip.private import make_private
 from qclip.thresholds import (
@@ -254,6 +254,79 @@ def test_a_released_gradient_that_was_thrown_away_is_paid_for_and_saved_without(
     again.training.load(tmp_path / "run.pt", **again.others)
     assert again.training.epsilon() == spent
     same(again.go("ordinary").result(), whole)
+
+
+def augmented(items):
+    x, y = torch.utils.data.default_collate(items)
+    return x + 0.1 * torch.randn_like(x), y
+
+
+def some_steps(stop, path=None, *, dropout=(), collate=None, **settings):
+    """A run of this many steps, saved to the path or begun from it; its released gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), *map(nn.Dropout, dropout), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = dataset() if collate is None else DataLoader(dataset(), collate_fn=collate)
+    training = make_private(
+        model, optimizer, data, loss=nn.CrossEntropyLoss(), batch_size=100, steps=6, noise_multiplier=1.0,
+        delta=1e-4, **settings,
+    )  # fmt: skip
+    if path is not None and path.exists():
+        training.load(path)
+    released = []
+    optimizer.register_step_pre_hook(
+        lambda *_: released.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
+    )
+    while len(training.history) < stop:
+        for batch in training.loader:
+            training.step(*batch)
+            if len(training.history) == stop:
+                break
+    if path is not None and not path.exists():
+        training.save(path)
+    return training, released
+
+
+DRAWING = {
+    "dropout": {"dropout": (0.5, 0.5)},
+    "collate function": {"collate": augmented},
+}
+
+
+@pytest.mark.parametrize("draws", DRAWING.values(), ids=DRAWING)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"physical_batch_size": 17}, r"physical_batch_size = 17 must be None, as in the checkpoint; give it the same"),
+        ({"compile": "default", "physical_batch_size": 60}, "physical_batch_size = 60 must be None"),
+    ],
+)
+def test_random_numbers_of_the_forward_pass_are_not_drawn_otherwise(draws, settings, message, tmp_path):
+    """The steps since the checkpoint would be released again, with the same noise and other sums."""
+    path = tmp_path / "run.pt"
+    some_steps(3, path, **draws)
+    with pytest.raises(ValueError, match=message):
+        some_steps(4, path, **draws, **settings)
+    again, _ = some_steps(4, path, **draws)
+    again.save(tmp_path / "later.pt")
+    with pytest.raises(ValueError, match=message):
+        some_steps(5, tmp_path / "later.pt", **draws, **settings)
+
+
+def test_compile_is_not_changed_under_random_numbers(tmp_path):
+    path = tmp_path / "run.pt"
+    some_steps(3, path, dropout=(0.5,), physical_batch_size=60)
+    with pytest.raises(ValueError, match=r"compile = True must be False, as in the checkpoint"):
+        some_steps(4, path, dropout=(0.5,), physical_batch_size=60, compile="default")
+
+
+def test_without_random_numbers_a_step_may_be_cut_otherwise(tmp_path):
+    """The sums, and so what is released, are the same to rounding."""
+    path = tmp_path / "run.pt"
+    some_steps(3, path)
+    _, (whole,) = some_steps(4, path)
+    _, (cut,) = some_steps(4, path, physical_batch_size=17)
+    torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-5)
 
 
 class Noisy(TensorDataset):

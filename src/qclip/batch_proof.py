@@ -168,7 +168,9 @@ class FetchProof:
         start = RandomState.now(self._engine.device)
         with start.replayed():
             batch = self._called(self._fetch.batch, items)
-            return batch, not (start.unmoved() and start.python_unmoved())
+            draws = not (start.unmoved() and start.python_unmoved())
+            self._engine.draws |= draws  # a batch of another size gives examples other numbers, as in a model
+            return batch, draws
 
     def _called(self, function: Callable[..., Any], *args: Any) -> Any:
         try:

@@ -276,6 +276,7 @@ class PrivateTraining:
         }
         return {
             **self._identity(),
+            "execution": self._execution() if self._engine.draws else None,
             "threshold_state": self._state,
             "history": [asdict(record) for record in self._records],
             "departure": self._departures.so_far(applied=self._guard.applied),
@@ -291,6 +292,7 @@ class PrivateTraining:
         self.updated = False
         self._records[:] = [_record(row) for row in state["history"]]  # in place: the history stays a view of it
         self._state = state["threshold_state"]
+        self._engine.draws |= state["execution"] is not None
         self._departures.begin(state["departure"])
         secrets = state["secrets"]
         if secrets is None:
@@ -357,6 +359,10 @@ class PrivateTraining:
             "schedules": self._schedules(),
         }
 
+    def _execution(self) -> dict[str, Any]:
+        """What decides which random numbers an example gets in the forward pass."""
+        return {"physical_batch_size": self._physical_batch_size, "compile": self._compiled is not None}
+
     def _require_same_run(self, state: Mapping[str, Any]) -> None:
         for part, mine in self._identity().items():
             if state.get(part) == mine:
@@ -367,6 +373,13 @@ class PrivateTraining:
                 name, given, value = f"{part}[{key!r}]", mine.get(key), value.get(key)
             remedy = "make the training with the same arguments, or start a new run"
             raise check.refuse(name, given, f"{value!r}, as in the checkpoint", remedy)
+        for name, value in (state["execution"] or {}).items():
+            if self._execution()[name] != value:
+                remedy = (
+                    "give it the same: the model draws random numbers, and with others the steps since the checkpoint "
+                    "would be released again with the same noise, which could then be subtracted; or start a new run"
+                )
+                raise check.refuse(name, self._execution()[name], f"{value!r}, as in the checkpoint", remedy)
         if len(state["history"]) < len(self._records):
             remedy = "make a new training to go back: the steps done since would be forgotten, but not their cost"
             raise check.refuse(

@@ -3,7 +3,7 @@
 import importlib
 import pickle
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -281,6 +281,128 @@ def test_an_empty_text_is_all_padding():
     assert batch["attention_mask"].tolist() == [[0, 0], [1, 0]]
     assert batch["labels"].tolist() == [[-100, -100], [3, -100]]
     assert batch["input_ids"].dtype == torch.long
+
+
+def test_a_public_list_of_lengths():
+    collate = integration.fixed_length(0, [6, 2, 4])
+    for longest, length in ((1, 2), (2, 2), (3, 4), (6, 6), (9, 6)):
+        batch = collate([[3], [4] * longest])
+        assert {tensor.shape for tensor in batch.values()} == {(2, length)}
+        assert batch["attention_mask"].sum(1).tolist() == [1, min(longest, length)]
+
+
+class Tokens(torch.utils.data.Dataset):
+    """What a tokenizer gives, of 2 to 9 words."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, index):
+        draw = torch.Generator().manual_seed(index)
+        words = torch.randint(1, 6, (int(torch.randint(2, 10, (), generator=draw)),), generator=draw)
+        return self.make(words.tolist())
+
+
+def tagged(words):
+    return {"input_ids": words, "attention_mask": [1] * len(words), "labels": words}
+
+
+def judged(words):
+    return {"input_ids": words, "attention_mask": [1] * len(words), "labels": words[0] % 2}
+
+
+def plain(words):
+    return {"input_ids": words, "attention_mask": [1] * len(words)}
+
+
+def bare(words):
+    return {"input_ids": words, "labels": words[0] % 2}
+
+
+@dataclass(frozen=True)
+class Collated:
+    """What a tokenizer gives, what collates it, and what is trained on it."""
+
+    items: Any
+    collator: Any
+    model: Any
+    loss: Any
+
+
+COLLATORS = {
+    "padding": Collated(
+        judged,
+        transformers.DataCollatorWithPadding,
+        lambda: bert("SequenceClassification"),
+        integration.classification_loss,
+    ),
+    "tags": Collated(
+        tagged,
+        transformers.DataCollatorForTokenClassification,
+        lambda: bert("TokenClassification", num_labels=V),
+        integration.token_classification_loss,
+    ),
+    "masked words": Collated(
+        plain,
+        lambda tokenizer: transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.5),
+        lambda: bert("MaskedLM"),
+        integration.token_classification_loss,
+    ),
+    "next words": Collated(
+        plain,
+        lambda tokenizer: transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        gpt2,
+        integration.causal_lm_loss,
+    ),
+}
+
+
+def train(row, names=("input_ids", "attention_mask"), wrap=lambda collate: collate):
+    """Two steps; the tokenizer pads what has these names."""
+    tokenizer = word_tokenizer(pad_token="[pad]", mask_token="[unknown]")
+    tokenizer.model_input_names = list(names)
+    model = row.model().train()
+    training = make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        DataLoader(Tokens(row.items), collate_fn=wrap(row.collator(tokenizer))),
+        per_example_loss=row.loss,
+        batch_size=6,
+        steps=2,
+        noise_multiplier=1.0,
+        threshold=Constant(1.0),
+        seed=0,
+    )
+    for batch in training.loader:
+        training.step(batch)
+    return len(training.history)
+
+
+@pytest.mark.parametrize("row", COLLATORS.values(), ids=COLLATORS)
+def test_collators_that_pad_to_the_longest_what_the_model_masks(row):
+    assert train(row) == 2
+
+
+def test_a_collator_whose_padding_the_model_sees():
+    """Without a mask in the batch, the model attends to the padding."""
+    message = r"DataCollatorWithPadding mixes examples.*fixed_length.*public list of lengths"
+    with pytest.raises(ValueError, match=message):
+        train(replace(COLLATORS["padding"], items=bare), names=["input_ids"])
+
+
+def test_a_collator_that_counts_the_words_of_the_batch():
+    def counting(collate):
+        return lambda items: dict(collate(items)) | {"num_items_in_batch": sum(len(x["input_ids"]) for x in items)}
+
+    def shared(model, batch):
+        given = {key: value for key, value in batch.items() if key != "num_items_in_batch"}
+        return integration.causal_lm_loss(model, given) / batch["num_items_in_batch"]
+
+    with pytest.raises(ValueError, match="mixes examples"):
+        train(replace(COLLATORS["next words"], loss=shared), wrap=counting)
 
 
 def test_fixed_length_goes_to_worker_processes():

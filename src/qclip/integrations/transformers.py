@@ -76,18 +76,23 @@ def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class FixedLength:
-    """A collate function: every example padded behind, or cut off, to one public length; made by `fixed_length`."""
+    """A collate function: every example padded behind, or cut off, to a public length; made by `fixed_length`."""
 
     pad_id: int
-    length: int
-    label_length: int
+    lengths: tuple[int, ...]
+    """Ascending; the shortest that holds the whole batch, or the last."""
+    label_length: int | None
+    """Of labels; None for that of the texts."""
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         """The batch of these examples, one row each."""
-        rows = [self._row(example) for example in examples]
+        parts = [self._parts(example) for example in examples]
+        longest = max(len(each["input_ids"]) for each in parts)
+        length = next((length for length in self.lengths if length >= longest), self.lengths[-1])
+        rows = [{name: self._fit(name, part, length) for name, part in each.items()} for each in parts]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def _row(self, example: Any) -> dict[str, Tensor]:
+    def _parts(self, example: Any) -> dict[str, Tensor]:
         given = example if isinstance(example, Mapping) else {"input_ids": example}
         parts = {name: _tensor(name, value) for name, value in given.items()}
         ids = parts["input_ids"]
@@ -96,26 +101,32 @@ class FixedLength:
             raise check.refuse("input_ids", f"of shape {tuple(ids.shape)}", "of shape [tokens]", remedy)
         real = parts.setdefault("attention_mask", torch.ones_like(ids))
         parts.setdefault("labels", torch.where(real.bool(), ids, IGNORED))
-        return {name: self._fit(name, part) for name, part in parts.items()}
+        return parts
 
-    def _fit(self, name: str, part: Tensor) -> Tensor:
+    def _fit(self, name: str, part: Tensor, length: int) -> Tensor:
         if part.dim() != 1 or part.is_floating_point():
             return part  # one label, or one number per class
-        length = self.label_length if name == "labels" or name.startswith("decoder_") else self.length
+        if self.label_length is not None and (name == "labels" or name.startswith("decoder_")):
+            length = self.label_length
         padding = IGNORED if name == "labels" else self.pad_id if name.endswith("input_ids") else 0
         return F.pad(part[:length], (0, max(length - len(part), 0)), value=padding)
 
 
-def fixed_length(tokenizer_or_pad_id: Any, length: int, *, label_length: int | None = None) -> FixedLength:
+def fixed_length(
+    tokenizer_or_pad_id: Any, length: int | Sequence[int], *, label_length: int | None = None
+) -> FixedLength:
     """A collate function for a DataLoader: pads every example behind, or cuts it off, to ``length`` tokens.
 
-    Fixed shapes are proven once and compiled once; a batch padded to its own longest text has a new shape every time,
-    and its shape says something about its texts. Examples are lists of ids, or mappings with ``input_ids`` and whatever
+    Fixed shapes are proven once and compiled once; a batch padded to its own longest text has a new shape nearly every
+    time. Of several lengths a batch takes the shortest that holds all of it (or the longest of them): each is proven
+    and compiled by itself, and the model must mask padding exactly, since the longest text decides about the others.
+    Examples are lists of ids, or mappings with ``input_ids`` and whatever
     else has one whole number per token. Padding has attention 0 and label -100. Where there are no labels they are the
     ids, as causal language models want them; one label per example, and vectors of floats, stay as they are.
 
     tokenizer_or_pad_id: a tokenizer with a padding token, or the id to pad with. Padding is masked, so any id will do,
         except for classifiers on top of a decoder, which look for the last token that is not the model's padding.
+    length: public: chosen without a look at the texts, or from what may be known about them.
     label_length: of the labels, where they are a text of their own (`seq2seq_loss`); ``length`` when left out.
 
     >>> batch = fixed_length(0, 4)([[5, 6, 7], [5, 6, 7, 8, 9]])
@@ -129,9 +140,12 @@ def fixed_length(tokenizer_or_pad_id: Any, length: int, *, label_length: int | N
         remedy = "pass an id instead, such as tokenizer.eos_token_id: padding is masked"
         raise check.refuse("tokenizer.pad_token_id", None, "the id of a token", remedy)
     pad_id = check.count("pad_id", pad_id, "it is the id of a token", least=0)
-    length = check.count("length", length, "it is the number of tokens of every example")
-    label_length = length if label_length is None else check.count("label_length", label_length)
-    return FixedLength(pad_id, length, label_length)
+    given = [length] if isinstance(length, int) else list(length)
+    if not given:
+        raise check.refuse("length", length, "one number of tokens or several", "such as 128, or [64, 128, 256]")
+    lengths = sorted({check.count("length", each, "it is the number of tokens of every example") for each in given})
+    label_length = None if label_length is None else check.count("label_length", label_length)
+    return FixedLength(pad_id, tuple(lengths), label_length)
 
 
 def _tensor(name: str, value: Any) -> Tensor:
