@@ -19,7 +19,7 @@ from qclip.engine.perturbation import perturbed
 from qclip.engine.prover import CALLS_FOR_REFUSAL, first_line, in_evaluation
 from qclip.engine.randomness import RandomState
 from qclip.engine.repeatable import repeatably
-from qclip.engine.single_precision import HALF, in_single_precision
+from qclip.engine.single_precision import HALF
 from qclip.fetch import Fetch
 
 TOLERANCE: Final = 1e-4
@@ -117,10 +117,9 @@ class FetchProof:
             return losses(pytree.tree_unflatten(taken, structure), count)
 
         engine = self._engine
-        tensors = [*engine.model.parameters(), *engine.model.buffers()]
         with (
             RandomState.now(engine.device).replayed(),
-            in_single_precision(tensors, engine.device),
+            engine.in_single_precision(),
             perturbed(engine.parameters.values()),
         ):
             repeatably(engine.device, lambda: self._require_independent(list(indices)[:MOST], evaluate))

@@ -44,7 +44,6 @@ EAGER = {
     "frozen-times-zero": NOT_SHOWN,
     "executed-checkpointed-dropout": "random numbers of the forward pass",
     "rows-routed-experts": ROUTED,
-    "rows-time-first-switched-off": NOT_SHOWN,
     "interface-all-labels-ignored": NOT_SHOWN,
     "model-wav2vec2": "looks at values",
     "model-whisper": "looks at values",

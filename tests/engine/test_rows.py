@@ -205,6 +205,7 @@ NOT_IN_AUTOCAST = {"interface-float64": "the row itself asks for float64"} | dic
         "parameter-lerp",
         "parameter-lerp-end",
         "parameter-mask-token-assigned",
+        "reparametrised-orthogonal",
         "rows-routed-experts",
     ],
     "torch itself refuses the two dtypes that meet in this row",

@@ -88,13 +88,24 @@ def test_indices_in_floats_are_not_enlarged():
 
 
 def test_single_precision_is_for_a_while():
+    """Nor does it touch the parameters, so that graphs made before still lead to them."""
     model = mlp(torch.bfloat16)
-    weights = [p.data_ptr() for p in model.parameters()]
-    with in_single_precision(model.parameters(), torch.device("cpu")):
+    before = dict(model.named_parameters())
+    loss = model(torch.randn(2, D, dtype=torch.bfloat16)).sum()
+    with in_single_precision([model]):
         assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert all(p.requires_grad for p in model.parameters())
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert model(torch.randn(2, D)).dtype == torch.float32
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert [p.data_ptr() for p in model.parameters()] == weights
+    assert all(p is before[name] and p.dtype == torch.bfloat16 for name, p in model.named_parameters())
+    assert all(bool(grad.any()) for grad in torch.autograd.grad(loss, [before["0.weight"], before["2.bias"]]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert nn.Linear(2, 2)(torch.randn(2, 2)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_in_single_precision(kind):
+    model = kind(D, P).bfloat16()
+    with in_single_precision([model]):
+        assert model(torch.randn(3, 2, D))[0].dtype == torch.float32
+    assert model(torch.randn(3, 2, D, dtype=torch.bfloat16))[0].dtype == torch.bfloat16

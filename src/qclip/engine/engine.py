@@ -2,8 +2,8 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 from qclip.engine.repeatable import repeatably
 from qclip.engine.result import ClippedGradients
+from qclip.engine.single_precision import in_single_precision
 from qclip.engine.torch_versions import warn_if_untested
 from qclip.engine.uncompiled import uncompiled
 from qclip.engine.watch import Watch, Watched
@@ -230,6 +231,18 @@ class Engine:
             observe=observe,
             traced=traced,
         )
+
+    @contextmanager
+    def in_single_precision(self) -> Iterator[None]:
+        """Compute in float32 for a while: on copies of all that has 16 bits, also of parameters."""
+        modules = [self.model] if self.criterion is None else [self.model, self.criterion]
+        own = self.parameters
+        with in_single_precision(modules):
+            self.parameters = checks.trainable(self.model)
+            try:
+                yield
+            finally:
+                self.parameters = own
 
     def require_same_parameters(self) -> None:
         """Refuse a model whose trainable parameters are not those the engine was made for."""

@@ -1,7 +1,7 @@
 """The prover: runs a model again in all the ways that a proof asks for, and turns what it says into a plan."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -18,7 +18,6 @@ from qclip.engine.plan import Plan
 from qclip.engine.proof import Mixing, Modes, Repetition, prove, require_owners, require_separation_in_float32
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
-from qclip.engine.single_precision import in_single_precision
 
 CALLS_FOR_REFUSAL: Final = (
     RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError, KeyError,
@@ -37,6 +36,10 @@ class Provable(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
+        ...
+
+    def in_single_precision(self) -> AbstractContextManager[None]:
+        """Compute in float32 for a while."""
         ...
 
     def record(
@@ -120,9 +123,8 @@ class Prover:
         few = min(self._run.count, FEW)
         part = batches.select(self._batch, slice(few), self._run.count)
         part = pytree.tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, part)
-        tensors = [x for x, _ in self._run.state.tensors.values()]
         try:
-            with in_single_precision(tensors, self._engine.device):
+            with self._engine.in_single_precision():
                 require_separation_in_float32(self._rerun, part, few, plan, modes)
         except Mixing:
             raise

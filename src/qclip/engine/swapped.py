@@ -26,6 +26,9 @@ def swapped(model: nn.Module, others: Mapping[str, Tensor]) -> Iterator[None]:
             for name, x in before.items():
                 if id(x) in instead:
                     held[name] = instead[id(x)]
+        for now, before in attributes:
+            if isinstance(flat := before.get("_flat_weights"), list):  # recurrent layers have a list of their own
+                now["_flat_weights"] = [instead.get(id(x), x) for x in flat]
         yield
     finally:
         for now, before in attributes:
