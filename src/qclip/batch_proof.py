@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 from qclip import _validate as check
 from qclip.engine import Engine, Refusal
 from qclip.engine.perturbation import perturbed
+from qclip.engine.precision import in_digits_of
 from qclip.engine.prover import CALLS_FOR_REFUSAL, first_line, in_evaluation
 from qclip.engine.randomness import RandomState
 from qclip.engine.repeatable import repeatably
-from qclip.engine.single_precision import HALF
 from qclip.fetch import Fetch
 
 TOLERANCE: Final = 1e-4
@@ -42,7 +42,7 @@ class Origin:
         leaf = leaves[self.place]
         if self.like is None:
             return leaf
-        leaf = leaf.to(self.like.device, torch.float32 if self.like.dtype in HALF else self.like.dtype)
+        leaf = in_digits_of(torch.float32, leaf.to(self.like.device, self.like.dtype))
         if self.transposed:
             return leaf.transpose(0, 1)
         if leaf.dim() == self.like.dim():
@@ -119,7 +119,7 @@ class FetchProof:
         engine = self._engine
         with (
             RandomState.now(engine.device).replayed(),
-            engine.in_single_precision(),
+            engine.in_precision(torch.float32),
             perturbed(engine.parameters.values()),
         ):
             repeatably(engine.device, lambda: self._require_independent(list(indices)[:MOST], evaluate))

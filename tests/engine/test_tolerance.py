@@ -1,5 +1,7 @@
 """How little mixing a proof can see: the tolerance, in float32 whatever the precision of the model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,8 @@ from torch import nn
 from engine.cases import Net
 from engine.cases.case import D, P, squared
 from qclip.engine import Engine, Refusal, clipped_gradients
-from qclip.engine.single_precision import in_single_precision
+from qclip.engine.precision import in_precision
+from qclip.engine.rules import registry
 
 B = 12
 
@@ -92,7 +95,7 @@ def test_single_precision_is_for_a_while():
     model = mlp(torch.bfloat16)
     before = dict(model.named_parameters())
     loss = model(torch.randn(2, D, dtype=torch.bfloat16)).sum()
-    with in_single_precision([model]):
+    with in_precision(torch.float32, [model]):
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert all(p.requires_grad for p in model.parameters())
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -106,6 +109,36 @@ def test_single_precision_is_for_a_while():
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_in_single_precision(kind):
     model = kind(D, P).bfloat16()
-    with in_single_precision([model]):
+    with in_precision(torch.float32, [model]):
         assert model(torch.randn(3, 2, D))[0].dtype == torch.float32
     assert model(torch.randn(3, 2, D, dtype=torch.bfloat16))[0].dtype == torch.bfloat16
+
+
+def nearly_cancelling(seed):
+    """The positions of an example are nearly the same, and count with either sign."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(4, 1, D, generator=draw) * (1 + 1e-6 * torch.randn(4, 8, 1, generator=draw))
+    signs = torch.tensor([1.0, -1.0]).repeat(4)[:, None]
+    return Net(lambda n, x: (n.one(x) * signs.to(x)).sum(1), one=nn.LayerNorm(D)), x
+
+
+def steep(outputs, targets):
+    return (1000 * outputs).square().sum(1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rounding_of_what_nearly_cancels_is_no_wrong_rule(seed):
+    model, x = nearly_cancelling(seed)
+    assert clipped_gradients(model, steep, x, torch.zeros(4), 1.0).norms.isfinite().all()
+
+
+def test_a_wrong_rule_is_wrong_in_float64_too(monkeypatch):
+    model, x = nearly_cancelling(0)
+    entry = registry.find(torch.layer_norm)
+
+    def doubled(grad, *args, **kwargs):
+        return entry.rule(2 * grad, *args, **kwargs)
+
+    monkeypatch.setitem(registry._entries, torch.layer_norm, replace(entry, rule=doubled))
+    with pytest.raises(Refusal, match="do not add up to autograd's"):
+        clipped_gradients(model, steep, x, torch.zeros(4), 1.0)

@@ -26,13 +26,13 @@ from qclip.engine.parts import (
     prepare,
 )
 from qclip.engine.plan import Plan, signature
+from qclip.engine.precision import in_precision
 from qclip.engine.proof import PROOFS, SAME_WAY, NotSpreading
 from qclip.engine.prover import CALLS_FOR_REFUSAL, Prover, first_line
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
 from qclip.engine.repeatable import repeatably
 from qclip.engine.result import ClippedGradients
-from qclip.engine.single_precision import in_single_precision
 from qclip.engine.torch_versions import warn_if_untested
 from qclip.engine.uncompiled import uncompiled
 from qclip.engine.watch import Watch, Watched
@@ -233,11 +233,11 @@ class Engine:
         )
 
     @contextmanager
-    def in_single_precision(self) -> Iterator[None]:
-        """Compute in float32 for a while: on copies of all that has 16 bits, also of parameters."""
+    def in_precision(self, dtype: torch.dtype) -> Iterator[None]:
+        """Compute in these digits for a while: on copies of all that has fewer, also of parameters."""
         modules = [self.model] if self.criterion is None else [self.model, self.criterion]
         own = self.parameters
-        with in_single_precision(modules):
+        with in_precision(dtype, modules):
             self.parameters = checks.trainable(self.model)
             try:
                 yield

@@ -98,7 +98,7 @@ def require_totals(
         if bool(difference > tolerance * (squares.sqrt().sum() + torch.linalg.vector_norm(wanted)) + noise):
             functions = ", ".join(sorted({str(site) for site in sites if name in site.parameters}))
             raise Refusal(
-                f"the gradients of {name!r} do not add up to autograd's: a registered rule for {functions or 'it'} is "
+                f"the gradients of {name!r} do not add up to autograd's: a rule for {functions or 'it'} is "
                 "wrong, or the model does something that the engine does not see; compare with qclip.engine.oracle"
             )
 

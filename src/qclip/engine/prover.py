@@ -15,6 +15,7 @@ from qclip.engine.checks import Evaluate
 from qclip.engine.parts import Parts, is_rough, plain_gradients, require_totals
 from qclip.engine.perturbation import movable, perturbed
 from qclip.engine.plan import Plan
+from qclip.engine.precision import in_digits_of
 from qclip.engine.proof import Mixing, Modes, Repetition, prove, require_owners, require_separation_in_float32
 from qclip.engine.randomness import RandomState
 from qclip.engine.refusal import Refusal
@@ -38,8 +39,8 @@ class Provable(Protocol):
         """Where the parameters are."""
         ...
 
-    def in_single_precision(self) -> AbstractContextManager[None]:
-        """Compute in float32 for a while."""
+    def in_precision(self, dtype: torch.dtype) -> AbstractContextManager[None]:
+        """Compute in these digits for a while."""
         ...
 
     def record(
@@ -104,27 +105,50 @@ class Prover:
         )
         unseen, reached = checks.unseen_parameters(run.losses, run.capture.sites, engine.parameters)
         plan = prove(run.capture, unseen, reached, self._batch, run.count, self._rerun, modes)
-        with modes.perturbed():
-            with run.random_state.replayed():
-                again = engine.record(self._evaluate, self._batch, run.count)
-            expected = plain_gradients(again.losses, engine.parameters)
-            everyone = torch.ones(run.count, dtype=torch.bool, device=again.losses.device)
-            parts = engine.collect(again, plan, everyone, self._evaluate, self._batch)
-            require_totals(parts, expected, again.capture.sites, engine.parameters)
-        if run.capture.routes or again.capture.fingerprint != run.capture.fingerprint:
+        fingerprint = self._require_totals(plan, modes)
+        if run.capture.routes or fingerprint != run.capture.fingerprint:
             require_owners(Repetition(run.capture, run.losses, random=False), plan)
         if run.count > 1 and any(map(is_rough, run.capture.sites)):
-            del again, parts
             self._require_separation_in_float32(plan, modes)
         return plan
+
+    def _require_totals(self, plan: Plan, modes: Modes) -> Any:
+        """Refuse a plan by which gradients do not add up to autograd's; what kind of forward pass it was.
+
+        Where an example's gradient is a sum that nearly cancels, rounding alone may be larger than what is left of it:
+        what seems wrong is computed again in float64.
+        """
+        try:
+            return self._add_up(plan, modes, self._batch)
+        except Refusal as refusal:
+            batch = self._cast(self._batch, torch.float64)
+            try:
+                with self._engine.in_precision(torch.float64):
+                    return self._add_up(plan, modes, batch)
+            except (Refusal, torch.OutOfMemoryError, *CALLS_FOR_REFUSAL) as error:
+                raise refusal from error
+
+    def _add_up(self, plan: Plan, modes: Modes, batch: Any) -> Any:
+        engine, run = self._engine, self._run
+        with modes.perturbed():
+            with run.random_state.replayed():
+                again = engine.record(self._evaluate, batch, run.count)
+            expected = plain_gradients(again.losses, engine.parameters)
+            everyone = torch.ones(run.count, dtype=torch.bool, device=again.losses.device)
+            parts = engine.collect(again, plan, everyone, self._evaluate, batch)
+            require_totals(parts, expected, again.capture.sites, engine.parameters)
+        return again.capture.fingerprint
+
+    @staticmethod
+    def _cast(batch: Any, dtype: torch.dtype) -> Any:
+        return pytree.tree_map_only(Tensor, lambda x: in_digits_of(dtype, x), batch)
 
     def _require_separation_in_float32(self, plan: Plan, modes: Modes) -> None:
         """What 16 bits cannot tell; left out where the model runs in these only, or does not fit in others."""
         few = min(self._run.count, FEW)
-        part = batches.select(self._batch, slice(few), self._run.count)
-        part = pytree.tree_map_only(Tensor, lambda x: x.float() if x.is_floating_point() else x, part)
+        part = self._cast(batches.select(self._batch, slice(few), self._run.count), torch.float32)
         try:
-            with self._engine.in_single_precision():
+            with self._engine.in_precision(torch.float32):
                 require_separation_in_float32(self._rerun, part, few, plan, modes)
         except Mixing:
             raise

@@ -1,4 +1,4 @@
-"""Single precision: a model that computes in 16 bits, computing in float32 for a while."""
+"""Precision: a model that computes in more digits for a while."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,28 +10,33 @@ from torch.amp.autocast_mode import autocast
 
 from qclip.engine.swapped import swapped
 
-HALF = (torch.bfloat16, torch.float16)
+_DIGITS = {torch.bfloat16: 0, torch.float16: 0, torch.float32: 1, torch.float64: 2}
+
+
+def in_digits_of(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """The tensor in this precision, where it has fewer digits."""
+    return x.to(dtype) if _DIGITS.get(x.dtype, 2) < _DIGITS[dtype] else x
 
 
 @contextmanager
-def in_single_precision(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """The modules on float32 copies of their 16-bit tensors, and no autocast, wherever it is entered.
+def in_precision(dtype: torch.dtype, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """The modules on copies of their tensors, in this precision where they have fewer digits, and without autocast.
 
     Copies: to put other numbers into the parameters themselves would cut them off from graphs that lead to them.
     """
     with ExitStack() as stack:
         for module in modules:
             own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            half = {name: x for name, x in own.items() if x.dtype in HALF}
-            stack.enter_context(swapped(module, {name: _in_float32(x) for name, x in half.items()}))
+            copies = {name: _copy(dtype, x) for name, x in own.items() if in_digits_of(dtype, x) is not x}
+            stack.enter_context(swapped(module, copies))
         stack.enter_context(_autocast_ignored())
         for kind in {x.device.type for module in modules for x in module.parameters()}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
-def _in_float32(x: Tensor) -> Tensor:
-    copy = x.detach().float()
+def _copy(dtype: torch.dtype, x: Tensor) -> Tensor:
+    copy = x.detach().to(dtype)
     return nn.Parameter(copy, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else copy
 
 
