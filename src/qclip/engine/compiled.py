@@ -205,7 +205,7 @@ class Compiled:
             reason = "batches are of many kinds; pad them to a few shapes, and leave text and changing numbers out"
             return reason, model.tensors
         left = step.proven_with.left(model.constants) if isinstance(step, Step) else []
-        if step is None or left or (isinstance(step, Step) and step.uses in PROOFS):
+        if step is None or (isinstance(step, Step) and (left or step.uses in PROOFS)):
             self.engine.note_moves(left)
             # Proofs and trials leave the generators as they were: a resumed run makes them again.
             with RandomState.now(self.engine.device).replayed():

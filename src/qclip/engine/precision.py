@@ -42,7 +42,8 @@ def _copy(dtype: torch.dtype, x: Tensor) -> Tensor:
 
 @contextmanager
 def _autocast_ignored() -> Iterator[None]:
-    enter = autocast.__enter__
+    kind: Any = autocast
+    enter = kind.__enter__
 
     def disabled(context: Any) -> Any:
         enabled, context._enabled = context._enabled, False
@@ -51,8 +52,8 @@ def _autocast_ignored() -> Iterator[None]:
         finally:
             context._enabled = enabled
 
-    autocast.__enter__ = disabled
+    kind.__enter__ = disabled
     try:
         yield
     finally:
-        autocast.__enter__ = enter
+        kind.__enter__ = enter

@@ -1,6 +1,6 @@
 """The prover: runs a model again in all the ways that a proof asks for, and turns what it says into a plan."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -32,7 +32,7 @@ class Provable(Protocol):
     """The engine, as a proof sees it."""
 
     model: nn.Module
-    parameters: Mapping[str, nn.Parameter]
+    parameters: dict[str, nn.Parameter]
 
     @property
     def device(self) -> torch.device:
