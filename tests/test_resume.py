@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import random
 
 import numpy as np
 import pytest
@@ -361,6 +362,48 @@ def test_random_transforms_come_again_when_saved_with_a_batch_in_hand(stop, tmp_
     path = tmp_path / "run.pt"
     whole = finish(*start(seed=3), path)
     training, model = start()
+    training.load(path)
+    assert torch.equal(finish(training, model), whole)
+
+
+class Augmented(TensorDataset):
+    """Draws from all global generators."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 0.1 * torch.randn(4) + random.random() + np.random.rand(), y  # noqa: NPY002
+
+
+class AugmentedLists(Augmented):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("kind", [Augmented, AugmentedLists])
+def test_random_transforms_in_workers_come_again_in_the_middle_of_an_epoch(kind, tmp_path):
+    """Whatever the number of workers: else the noise of the steps since the checkpoint could be subtracted."""
+
+    def start(workers, seed=None):
+        torch.manual_seed(1)
+        model = nn.Linear(4, 3)
+        loader = DataLoader(kind(*dataset().tensors), num_workers=workers)
+        training = make_private(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loader, loss=nn.CrossEntropyLoss(),
+            batch_size=100, steps=4, noise_multiplier=1.0, delta=1e-4, physical_batch_size=60, seed=seed,
+        )  # fmt: skip
+        return training, model
+
+    def finish(training, model, path=None):
+        for batch in training.loader:
+            training.step(*batch)
+            if path is not None and training.updated and len(training.history) == 2:
+                training.save(path)
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    path = tmp_path / "run.pt"
+    whole = finish(*start(2, seed=3), path)
+    training, model = start(1)
     training.load(path)
     assert torch.equal(finish(training, model), whole)
 

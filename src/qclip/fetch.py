@@ -25,7 +25,7 @@ class Fetch:
     @property
     def one_by_one(self) -> bool:
         """Whether it is known to treat each example by itself: torch's own way, which stacks them."""
-        return self.collate is default_collate and not _reads_lists(self.dataset)
+        return self.collate is default_collate and not reads_lists(self.dataset)
 
     @property
     def name(self) -> str:
@@ -36,17 +36,17 @@ class Fetch:
 
     def items(self, indices: Sequence[int]) -> list[Any]:
         """What the collate function is given for each of them; of a data set that reads lists, the index."""
-        return list(indices) if _reads_lists(self.dataset) else [self.dataset[index] for index in indices]
+        return list(indices) if reads_lists(self.dataset) else [self.dataset[index] for index in indices]
 
     def batch(self, items: Sequence[Any]) -> Any:
         """The items collated; a collate function may write into copies of them."""
-        if _reads_lists(self.dataset):
+        if reads_lists(self.dataset):
             return self.collate(self.dataset.__getitems__(list(items)))
         return self.collate(copy.deepcopy(list(items)))
 
 
-def _reads_lists(dataset: Any) -> bool:
+def reads_lists(dataset: Any) -> bool:
     """Whether a data set is asked for a list of items at once; a Subset asks the one inside."""
     if type(dataset) is Subset:
-        return _reads_lists(dataset.dataset)
+        return reads_lists(dataset.dataset)
     return bool(getattr(dataset, "__getitems__", None))

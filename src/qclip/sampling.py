@@ -1,11 +1,12 @@
 """Sampling: who joins each logical step, cut into physical batches; every physical batch carries a ticket."""
 
 import math
+import random
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import scipy.stats
@@ -25,6 +26,7 @@ from torch.utils.data import (
 from qclip import _validate as check
 from qclip._transfer import sent
 from qclip.engine.batch import tensors
+from qclip.fetch import reads_lists
 
 
 class Sampler(Protocol):
@@ -111,8 +113,8 @@ _FILLED = 1.1
 """How many rows may be computed for one that counts."""
 
 
-def _rng(seed: np.random.SeedSequence, step: int) -> np.random.Generator:
-    return np.random.default_rng(np.random.SeedSequence(seed.entropy, spawn_key=(*seed.spawn_key, step)))
+def _rng(seed: np.random.SeedSequence, *place: int) -> np.random.Generator:
+    return np.random.default_rng(np.random.SeedSequence(seed.entropy, spawn_key=(*seed.spawn_key, *place)))
 
 
 @dataclass(frozen=True)
@@ -245,7 +247,8 @@ class TicketLoader:
         self._span, self._before_step = span, before_step
         self._pass: object = None
         self._workers = torch.Generator()
-        self._draws = _Draws(sampler, physical_batch_size)
+        in_workers = isinstance(source, DataLoader) and source.num_workers > 0
+        self._draws = _Draws(sampler, physical_batch_size, seeded=in_workers)
         self._batches = _data_loader(source, self._draws, self._workers)
 
     def __iter__(self) -> Iterator[Any]:
@@ -300,12 +303,60 @@ class _Gathered:
             yield [tensor.index_select(0, sent(index, tensor.device)) for tensor in self.dataset.tensors]
 
 
+class Request(NamedTuple):
+    """An item asked of a worker process, and the seed of whatever is drawn for it."""
+
+    index: int
+    seed: int
+
+
+class SeededItems(Dataset[Any]):
+    """A data set in a worker process: what it draws for an item depends neither on the worker nor on items before.
+
+    So a run that is resumed, with any number of workers, fetches what it would have fetched: else steps that were
+    released before would be released again with the same noise and other sums.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "dataset" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitems__(self, requests: Sequence[int | Request]) -> list[Any]:
+        if reads_lists(self.dataset):
+            _seed(requests[0])
+            return self.dataset.__getitems__([_index(request) for request in requests])
+        return [self[request] for request in requests]
+
+    def __getitem__(self, request: int | Request) -> Any:
+        _seed(request)
+        return self.dataset[_index(request)]
+
+
+def _index(request: int | Request) -> int:
+    return request.index if isinstance(request, Request) else request
+
+
+def _seed(request: int | Request) -> None:
+    if isinstance(request, Request):
+        torch.default_generator.manual_seed(request.seed)
+        np.random.seed(request.seed % 2**32)  # noqa: NPY002 - a data set may use it
+        random.seed(request.seed)
+
+
 class _Draws:
     """The index lists of a pass, for a DataLoader that may ask ahead of what it yields; tickets wait here, in order."""
 
-    def __init__(self, sampler: Sampler, physical_batch_size: int | None) -> None:
+    def __init__(self, sampler: Sampler, physical_batch_size: int | None, *, seeded: bool) -> None:
         self.sampler = sampler
         self._physical_batch_size = physical_batch_size
+        self._seeded = seeded
         self._steps = range(0)
         self._drawn: deque[Ticket] = deque()
 
@@ -314,12 +365,18 @@ class _Draws:
         self._steps, self._drawn = steps, deque()
         return self._drawn
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Sequence[int | Request]]:
         drawn = self._drawn
         for step in self._steps:
-            for indices, ticket in cut(self.sampler.draw(step), step, self._physical_batch_size):
+            examples = self.sampler.draw(step)
+            seeds = _rng(self.sampler.seed, step, 1).integers(2**63, size=max(1, len(examples))) if self._seeded else ()
+            for indices, ticket in cut(examples, step, self._physical_batch_size):
                 drawn.append(ticket)
-                yield indices
+                if self._seeded:
+                    mine, seeds = seeds[: len(indices)], seeds[len(indices) :]
+                    yield [Request(index, seed) for index, seed in zip(indices, mine.tolist(), strict=True)]
+                else:
+                    yield indices
 
 
 def dataset_size(source: Dataset[Any] | DataLoader[Any]) -> int:
@@ -342,7 +399,7 @@ def _dataset(source: Dataset[Any] | DataLoader[Any]) -> Dataset[Any]:
 
 
 def _data_loader(
-    source: Dataset[Any] | DataLoader[Any], indices: Iterable[list[int]], generator: torch.Generator
+    source: Dataset[Any] | DataLoader[Any], indices: Iterable[Any], generator: torch.Generator
 ) -> Iterable[Any]:
     dataset = _dataset(source)
     if not isinstance(source, DataLoader):
@@ -350,7 +407,7 @@ def _data_loader(
             return _Gathered(dataset, indices)
         return DataLoader(dataset, batch_sampler=indices, generator=generator)
     return DataLoader(
-        dataset,
+        dataset if source.num_workers == 0 else SeededItems(dataset),
         batch_sampler=indices,
         num_workers=source.num_workers,
         collate_fn=source.collate_fn,
