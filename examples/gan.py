@@ -48,12 +48,6 @@ def network(inputs: int, outputs: int) -> nn.Module:
     )
 
 
-def discriminator_loss(discriminator: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Each real point goes with one fake, so that there is one loss per example: [B]."""
-    real, fake = batch
-    return (F.softplus(-discriminator(real)) + F.softplus(discriminator(fake))).squeeze(1)
-
-
 def energy_distance(x: Tensor, y: Tensor) -> float:
     """How far apart two samples are; 0 for equal laws."""
     return (2 * torch.cdist(x, y).mean() - torch.cdist(x, x).mean() - torch.cdist(y, y).mean()).item()
@@ -67,6 +61,16 @@ def main(settings: Settings) -> tuple[float, float, float]:
     generator, discriminator = network(NOISE_DIM, 2), network(2, 1)
     generator_optimizer = torch.optim.Adam(generator.parameters(), lr=settings.lr / 2, betas=(0.5, 0.9))
     optimizer = torch.optim.Adam(discriminator.parameters(), lr=settings.lr, betas=(0.5, 0.9))
+
+    def draw(count: int) -> Tensor:
+        return generator(torch.randn(count, NOISE_DIM))
+
+    def discriminator_loss(discriminator: nn.Module, batch: list[Tensor]) -> Tensor:
+        """Each real point goes with a fake of its own, so that there is one loss per example: [B]."""
+        (real,) = batch
+        fake = draw(len(real)).detach()
+        return (F.softplus(-discriminator(real)) + F.softplus(discriminator(fake))).squeeze(1)
+
     training = qclip.make_private(
         discriminator,
         optimizer,
@@ -80,13 +84,10 @@ def main(settings: Settings) -> tuple[float, float, float]:
         seed=settings.seed,
     )
 
-    def draw(count: int) -> Tensor:
-        return generator(torch.randn(count, NOISE_DIM))
-
     with torch.no_grad():
         before = energy_distance(draw(1000), held_out)
-    for (real,) in training.loader:
-        training.step(real, draw(len(real)).detach())
+    for batch in training.loader:
+        training.step(batch)
         if training.updated:
             loss = F.softplus(-discriminator(draw(settings.batch_size))).mean()
             loss.backward(inputs=list(generator.parameters()))  # the discriminator gets no gradient from here

@@ -371,12 +371,13 @@ def test_nan_from_the_first_step_on_is_refused_and_costs_nothing(door):
 
 
 def test_an_unlucky_batch_later_on_is_a_step_like_any_other():
-    x, y = data().tensors
-    training, model, _ = make(dataset=TensorDataset(x, y), threshold=Constant(1.0))
+    points, labels = data().tensors
+    training, model, _ = make(dataset=TensorDataset(points, labels), threshold=Constant(1.0))
+    healthy = points.clone()
     for k, (x, y) in enumerate(training.loader):
-        if k == 2:
-            x.fill_(math.nan)
+        assert bool(x.isnan().all()) == (k == 2)
         training.step(x, y)
+        points.copy_(torch.full_like(points, math.nan) if k == 1 else healthy)
     assert len(training.history) == 6
     assert model.weight.isfinite().all()
 

@@ -225,7 +225,7 @@ def test_raw_sums_are_not_in_the_state():
     assert state["history"] == []
     assert set(state) == {
         "plan", "threshold", "groups", "rows_per_example", "normalize", "schedules",
-        "threshold_state", "history", "departure", "secrets",
+        "execution", "threshold_state", "history", "departure", "secrets",
     }  # fmt: skip
 
 

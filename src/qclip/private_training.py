@@ -431,6 +431,7 @@ class PrivateTraining:
             self._compiled.say(
                 "the model was called outside: training.step(batch) and training.loss(batch) are compiled"
             )
+        self._engine.proven = None  # of raw norms, which some thresholds look at first
         gradients = self._engine.finish(outputs, targets, self._evaluation.criterion, logical.choice, mask=mask)
         if (proven := self._newly_proven()) is not None:
             evaluate, used = proven
