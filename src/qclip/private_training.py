@@ -255,14 +255,7 @@ class PrivateTraining:
         Keep it as secret as the data until the run is complete: it holds the seeds of sampling and noise, with which
         the noise could be subtracted. That of a complete run holds none.
         """
-        if self._guard.pending:
-            remedy = (
-                "call optimizer.step() first, or optimizer.zero_grad() to go on without it: the step is charged, and "
-                "its gradient is not saved"
-            )
-            raise check.refuse(
-                "released gradient", "not yet applied", "applied or thrown away before the state is taken", remedy
-            )
+        self._guard.refuse_pending("the state is taken")
         seed = self.loader.sampler.seed
         between = self._logical is None and self.loader.tickets.front is None
         secrets = {
@@ -416,6 +409,7 @@ class PrivateTraining:
         self.updated = False
         step = len(self._records)
         self._refuse_past_plan(step)
+        self._guard.refuse_pending("the next batch")
         ticket = self.loader.tickets.redeem(batch)
         if self._logical is None or ticket.part == 0:
             self._logical = self._begin_step(step)
