@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from qclip import _validate as check
 from qclip import accounting, checkpoint, mechanism, rows, run_certificate, theory
 from qclip._transfer import sent
+from qclip.data_fingerprint import DataFingerprint
 from qclip.engine import ClippedGradients, Engine
 from qclip.engine.compiled import Compiled
 from qclip.engine.engine import Choice
@@ -24,7 +25,7 @@ from qclip.history import History, StepRecord
 from qclip.logical_batch import LogicalBatch, Noise
 from qclip.losses import PerExample
 from qclip.run_certificate import Departures
-from qclip.sampling import Ticket, TicketLoader, sampler
+from qclip.sampling import Ticket, TicketLoader, dataset_of, sampler
 from qclip.schedules import Schedule
 from qclip.thresholds import Conditions, Threshold
 from qclip.thresholds.threshold import at, describe
@@ -130,6 +131,7 @@ class PrivateTraining:
             rows_per_example=evaluation.rows_per_example,
         )
         """The batches of the data, drawn for each step: one pass is one epoch, or the whole plan."""
+        self._data = DataFingerprint(dataset_of(source))
         self._inside = False
         if evaluation.criterion is not None:
             engine.watch(self._rows_of_next_batch)
@@ -256,20 +258,23 @@ class PrivateTraining:
         the noise could be subtracted. That of a complete run holds none.
         """
         self._guard.refuse_pending("the state is taken")
-        seed = self.loader.sampler.seed
-        between = self._logical is None and self.loader.tickets.front is None
-        secrets = {
-            "sampling": {"entropy": seed.entropy, "spawn_key": tuple(seed.spawn_key)},
-            "noise": {"device": self._device.type, "state": self._noise.get_state()},
-            # In the middle of a logical batch the run goes back to where that batch was fetched.
-            "random": checkpoint.random_states() if between else self._random_states,
-        }
         return {
             **self._identity(),
             "threshold_state": self._state,
             "history": [asdict(record) for record in self._records],
             "departure": self._departures.so_far(applied=self._guard.applied),
-            "secrets": None if self.finished else secrets,
+            "secrets": None if self.finished else self._secrets(),
+        }
+
+    def _secrets(self) -> dict[str, Any]:
+        seed = self.loader.sampler.seed
+        between = self._logical is None and self.loader.tickets.front is None
+        return {
+            "sampling": {"entropy": seed.entropy, "spawn_key": tuple(seed.spawn_key)},
+            "data": self._data.under(seed),
+            "noise": {"device": self._device.type, "state": self._noise.get_state()},
+            # In the middle of a logical batch the run goes back to where that batch was fetched.
+            "random": checkpoint.random_states() if between else self._random_states,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -285,8 +290,7 @@ class PrivateTraining:
         secrets = state["secrets"]
         if secrets is None:
             return
-        sampling = secrets["sampling"]
-        self.loader.reseed(np.random.SeedSequence(sampling["entropy"], spawn_key=sampling["spawn_key"]))
+        self.loader.reseed(_sampling_seed(secrets))
         if secrets["noise"]["device"] == self._device.type:
             self._noise.set_state(secrets["noise"]["state"].cpu())
         else:  # a state of another kind: fresh noise, whatever the seed was
@@ -362,6 +366,9 @@ class PrivateTraining:
             raise check.refuse(
                 "steps of the state", len(state["history"]), f">= {len(self._records)}, those done", remedy
             )
+        secrets = state["secrets"]
+        if secrets is not None:
+            self._data.require_same(_sampling_seed(secrets), secrets["data"])
 
     def _schedules(self) -> dict[str, list[float]]:
         """Some values of every schedule: a function cannot be compared, and the noise must not serve two runs."""
@@ -541,6 +548,11 @@ def _set_step_size(optimizers: Sequence[Optimizer], value: float) -> None:
                 group["lr"].fill_(value)
             else:
                 group["lr"] = value
+
+
+def _sampling_seed(secrets: Mapping[str, Any]) -> np.random.SeedSequence:
+    sampling = secrets["sampling"]
+    return np.random.SeedSequence(sampling["entropy"], spawn_key=sampling["spawn_key"])
 
 
 def _record(row: Mapping[str, Any]) -> StepRecord:

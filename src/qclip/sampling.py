@@ -315,7 +315,7 @@ class _Draws:
 
 def dataset_size(source: Dataset[Any] | DataLoader[Any]) -> int:
     """How many examples a data set or a DataLoader has; what cannot be sampled by index is refused."""
-    dataset = _dataset(source)
+    dataset = dataset_of(source)
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         remedy = "Poisson sampling asks for any example by its index"
         raise check.refuse("dataset", type(dataset).__name__, "map-style, with __len__ and __getitem__", remedy)
@@ -328,14 +328,15 @@ def dataset_size(source: Dataset[Any] | DataLoader[Any]) -> int:
     return len(dataset)
 
 
-def _dataset(source: Dataset[Any] | DataLoader[Any]) -> Dataset[Any]:
+def dataset_of(source: Dataset[Any] | DataLoader[Any]) -> Dataset[Any]:
+    """The data set itself."""
     return source.dataset if isinstance(source, DataLoader) else source
 
 
 def _data_loader(
     source: Dataset[Any] | DataLoader[Any], indices: Iterable[list[int]], generator: torch.Generator
 ) -> Iterable[Any]:
-    dataset = _dataset(source)
+    dataset = dataset_of(source)
     if not isinstance(source, DataLoader):
         if type(dataset) is TensorDataset:
             return _Gathered(dataset, indices)
