@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from qclip import _validate as check
 from qclip.rows import Repeated
 
 Places = NDArray[np.intp] | None
@@ -33,6 +34,26 @@ def parts(dataset: Dataset[Any]) -> Iterator[Part]:
     [array([0, 4])]
     """
     return _below(dataset, None, None)
+
+
+def refuse_repeated(dataset: Dataset[Any]) -> None:
+    """Refuse a data set that has an item several times: it counts as often, and is protected as one."""
+    used: dict[int, list[Part]] = {}
+    for part in parts(dataset):
+        used.setdefault(id(part.base), []).append(part)
+    for same in used.values():
+        indices = [part.indices for part in same if part.indices is not None]
+        if not indices:
+            continue
+        items, times = np.unique(np.concatenate(indices), return_counts=True)
+        if times.max(initial=0) > 1:
+            item, often = items[times > 1][0], times[times > 1][0]
+            remedy = (
+                "leave the others out: what one example adds is bounded once for each item; several rows of an example "
+                "go into one item (rows_per_example=, qclip.rows.Repeated)"
+            )
+            value = f"item {item} of {type(same[0].base).__name__}, {often} times"
+            raise check.refuse("dataset", value, "one in which each item comes once", remedy)
 
 
 def _below(dataset: Dataset[Any], used: Places, positions: Places) -> Iterator[Part]:

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from qclip import _validate as check
 from qclip.accounting import Accountant
+from qclip.dataset_parts import refuse_repeated
 from qclip.engine import Engine
 from qclip.engine.compiled import MODES, Compiled
 from qclip.engine.engine import call
@@ -17,7 +18,7 @@ from qclip.losses import PerExample, per_example
 from qclip.private_training import Evaluation, PrivateTraining
 from qclip.progress import working
 from qclip.rows import mean_over_rows
-from qclip.sampling import dataset_size, fixed_size
+from qclip.sampling import dataset_of, dataset_size, fixed_size
 from qclip.schedules import Schedule
 from qclip.thresholds import PrivateQuantile, Threshold
 from qclip.thresholds.threshold import at, check_ahead
@@ -123,6 +124,8 @@ def make_private(
         sampling=sampling,
         private=threshold.private,
     )
+    if plan.noise_multiplier > 0:
+        refuse_repeated(dataset_of(dataset))
     if compile and physical_batch_size is None and threshold.sees != "batch":
         physical_batch_size = fixed_size(plan.sampling, plan.dataset_size, plan.batch_size)
     if step_size is not None:

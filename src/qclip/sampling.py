@@ -323,7 +323,7 @@ def dataset_size(source: Dataset[Any] | DataLoader[Any]) -> int:
         batches = source.batch_sampler
         sampler = batches.sampler if type(batches) is BatchSampler else batches
         if type(sampler) not in (RandomSampler, SequentialSampler):
-            remedy = "Poisson sampling takes its place; choose examples by torch.utils.data.Subset"
+            remedy = "Poisson sampling takes its place; choose examples, each once, by torch.utils.data.Subset"
             raise check.refuse("dataset", f"a DataLoader with {type(sampler).__name__}", "without a sampler", remedy)
     return len(dataset)
 
