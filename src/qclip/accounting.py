@@ -1,8 +1,9 @@
 """Epsilon of Poisson-sampled Gaussian steps, and the noise that meets a target: Google's dp-accounting, asked safely.
 
-Adjacency is add/remove one example; every step samples each example with probability ``sample_rate`` and releases one
-sum with Gaussian noise of ``noise_multiplier`` times its sensitivity. Instead of ``sample_rate`` and ``steps`` every
-function takes what people have in hand: ``examples`` and ``batch_size``, and ``epochs``.
+Adjacency is add/remove one example, while all others are sampled as before: every step samples each example with
+probability ``sample_rate`` and releases one sum with Gaussian noise of ``noise_multiplier`` times its sensitivity.
+Instead of ``sample_rate`` and ``steps`` every function takes what people have in hand: ``examples`` and ``batch_size``,
+and ``epochs``.
 
 ``accountant`` is "pld" (privacy loss distributions, tight) or "rdp" (Renyi divergences, looser and quicker). Neither
 reports less than is spent.

@@ -25,7 +25,7 @@ from qclip.history import History, StepRecord
 from qclip.logical_batch import LogicalBatch, Noise
 from qclip.losses import PerExample
 from qclip.run_certificate import Departures
-from qclip.sampling import Ticket, TicketLoader, dataset_of, sampler
+from qclip.sampling import Ticket, TicketLoader, dataset_of, dataset_size, sampler
 from qclip.schedules import Schedule
 from qclip.thresholds import Conditions, Threshold
 from qclip.thresholds.threshold import at, describe
@@ -124,7 +124,7 @@ class PrivateTraining:
         self._noise = torch.Generator(self._device).manual_seed(int(noise.generate_state(1, np.uint64)[0]))
         self.loader = TicketLoader(
             source,
-            sampler(plan.sampling, plan.dataset_size, plan.batch_size, sampling),
+            sampler(plan.sampling, dataset_size(source), plan.batch_size, plan.sample_rate, sampling),
             physical_batch_size=physical_batch_size,
             span=self._steps_of_pass,
             before_step=self._note_random_states,
@@ -209,6 +209,8 @@ class PrivateTraining:
             step_size=self._step_size,
             normalize=self._normalize,
             departure=self._departures.so_far(applied=self._guard.applied),
+            plan=self._plan,
+            examples=self.loader.examples,
         )
         return run_certificate.certify(
             assumptions,
@@ -442,7 +444,7 @@ class PrivateTraining:
     def _norms_of_all(self) -> np.ndarray:
         """The raw norms of the whole data set at the current parameters, [examples, groups]."""
         found = []
-        size, expected = self._plan.dataset_size, self._plan.batch_size
+        size, expected = self.loader.examples, self._plan.batch_size
         chunk = min(expected, self._physical_batch_size or expected)
         for start, batch in zip(range(0, size, chunk), self.loader.everything(chunk), strict=True):
             whole = self._placed(batch, min(chunk, size - start))

@@ -77,11 +77,11 @@ class UniformSampler:
         return np.sort(_rng(self.seed, step).choice(self.dataset_size, self.batch_size, replace=False, shuffle=False))
 
 
-def sampler(kind: str, dataset_size: int, batch_size: int, seed: np.random.SeedSequence) -> Sampler:
-    """Poisson or uniform sampling of ``batch_size`` examples, expected or exactly."""
+def sampler(kind: str, examples: int, batch_size: int, sample_rate: float, seed: np.random.SeedSequence) -> Sampler:
+    """Uniform sampling of ``batch_size`` of the examples, or Poisson sampling at the rate, however many there are."""
     if kind == "uniform":
-        return UniformSampler(dataset_size, batch_size, seed)
-    return PoissonSampler(dataset_size, batch_size / dataset_size, seed)
+        return UniformSampler(examples, batch_size, seed)
+    return PoissonSampler(examples, sample_rate, seed)
 
 
 def fixed_size(kind: str, dataset_size: int, batch_size: int) -> int:
@@ -232,6 +232,8 @@ class TicketLoader:
     ) -> None:
         self.sampler = sampler
         self.tickets = Tickets(rows_per_example)
+        self.examples = dataset_size(source)
+        """How many there are: not public, where another size was given for that."""
         self._source = source
         self._span, self._before_step = span, before_step
         self._pass: object = None
@@ -268,7 +270,7 @@ class TicketLoader:
 
     def everything(self, chunk: int) -> Iterator[Any]:
         """Every example once, in order, in batches of at most ``chunk``; they carry no tickets."""
-        size = dataset_size(self._source)
+        size = self.examples
         chunks = [list(range(start, min(start + chunk, size))) for start in range(0, size, chunk)]
         return iter(_data_loader(self._source, chunks, torch.Generator()))
 
@@ -325,6 +327,8 @@ def dataset_size(source: Dataset[Any] | DataLoader[Any]) -> int:
         if type(sampler) not in (RandomSampler, SequentialSampler):
             remedy = "Poisson sampling takes its place; choose examples, each once, by torch.utils.data.Subset"
             raise check.refuse("dataset", f"a DataLoader with {type(sampler).__name__}", "without a sampler", remedy)
+    if len(dataset) == 0:
+        raise check.refuse("dataset", "empty", "of at least one example", "check where it was read from")
     return len(dataset)
 
 
