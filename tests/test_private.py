@@ -1,6 +1,8 @@
 """Private training end to end: it learns, both doors agree, and what is released is what is accounted for."""
 
+import gc
 import math
+import weakref
 from itertools import pairwise
 
 import numpy as np
@@ -508,13 +510,32 @@ def test_a_loss_that_is_not_back_propagated_is_noticed():
         training.loss(model(x), y)
 
 
-def test_a_model_can_be_made_private_again():
+def test_a_model_can_be_made_private_again_and_is_told_that_the_cost_adds_up():
     training, model, optimizer = make()
     fused(training, model, optimizer)
-    for door in (ordinary, fused):
-        again, _, _ = make(model, optimizer=optimizer)
+    for door, done in ((ordinary, 6), (fused, 12)):
+        with pytest.warns(UserWarning, match=rf"taken {done} steps in earlier runs: .* add up") as told:
+            again, _, _ = make(model, optimizer=optimizer)
+        assert told[0].filename == __file__  # where make_private was called
         door(again, model, optimizer)
         assert len(again.history) == 6
+
+
+def test_a_model_that_has_released_nothing_is_told_nothing():
+    _, model, optimizer = make()
+    training, _, _ = make(model, optimizer=optimizer)  # warnings are errors here
+    fused(training, model, optimizer)
+    make(model, optimizer=optimizer, noise_multiplier=0)  # promises nothing
+    make(mlp())
+
+
+def test_a_model_is_not_kept_for_the_runs_behind_it():
+    training, model, optimizer = make()
+    fused(training, model, optimizer)
+    kept = weakref.ref(model)
+    del training, model, optimizer
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_batch_from_elsewhere_is_refused():

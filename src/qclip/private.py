@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from qclip import _validate as check
 from qclip.accounting import Accountant
 from qclip.dataset_parts import refuse_repeated
+from qclip.earlier_runs import remember, warn_of_earlier
 from qclip.engine import Engine
 from qclip.engine.compiled import MODES, Compiled
 from qclip.engine.engine import call
@@ -139,7 +140,9 @@ def make_private(
         physical_batch_size = fixed_size(plan.sampling, plan.dataset_size, plan.batch_size)
     if step_size is not None:
         check_ahead(lambda step: check.positive("step_size", at(step_size, step)), plan.num_steps)
-    return PrivateTraining(
+    if plan.noise_multiplier > 0:
+        warn_of_earlier(engine.model)
+    training = PrivateTraining(
         engine,
         optimizers,
         dataset,
@@ -152,6 +155,8 @@ def make_private(
         compiled=Compiled(engine, compile, slots=physical_batch_size, announce=working) if compile else None,
         seed=seed,
     )
+    remember(engine.model, training.history)
+    return training
 
 
 def _check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
