@@ -257,7 +257,7 @@ class PrivateTraining:
         """qclip's own state, as of the last completed logical step: plain data.
 
         Keep it as secret as the data until the run is complete: it holds the seeds of sampling and noise, with which
-        the noise could be subtracted. That of a complete run holds none.
+        the noise could be subtracted, and a fingerprint of the data. That of a complete run holds neither.
         """
         self._guard.refuse_pending("the state is taken")
         return {
@@ -280,7 +280,7 @@ class PrivateTraining:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`, of this run or of one made with the same arguments."""
+        """Go on from a `state_dict`, of this run or of one made with the same arguments and the same data."""
         self._require_same_run(state)
         self._logical = None
         self.loader.abandon()
@@ -318,7 +318,7 @@ class PrivateTraining:
     def load(self, path: str | os.PathLike[str], **others: Any) -> None:
         """Go on from a checkpoint of `save`, with the same others: the run that would have been, bit for bit on a CPU.
 
-        Refused, and nothing touched, where the file is damaged, of a newer version or of another run.
+        Refused, and nothing touched, where the file is damaged, of a newer version, of another run or of other data.
         """
         content = checkpoint.read(path, self._device)
         mine = self._foreign(others)
