@@ -125,7 +125,7 @@ def test_what_weakens_the_promise_is_said(capsys, table, tmp_path):
     assert "NOT private" in run(capsys, *small, "--noise-multiplier", "0")[1]
     status, out, err = run(capsys, *small, "--overwrite", "--epsilon", "0.2", "--delta", "0.003", "--seed", "1")
     assert (status, err) == (0, "")
-    assert "warning: delta = 0.003 is not below 1/len(dataset)" in out
+    assert "warning: delta = 0.003 is not below 1/dataset_size" in out
     assert "whoever knows the seed can subtract the noise" in out
 
 

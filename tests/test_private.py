@@ -1,6 +1,8 @@
 """Private training end to end: it learns, both doors agree, and what is released is what is accounted for."""
 
+import gc
 import math
+import weakref
 from itertools import pairwise
 
 import numpy as np
@@ -406,6 +408,79 @@ def test_a_gradient_left_over_does_not_leak_into_the_next_batch():
     assert torch.equal(parameters(model), parameters(same))
 
 
+FORGOTTEN = r"released gradient = .not yet applied. .* before the next batch; call optimizer\.step\(\) .*zero_grad"
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda training, model, batch: training.loss(model(batch[0]), batch[1]).backward(),
+        lambda training, model, batch: training.loss(batch).backward(),
+    ],
+)
+def test_a_second_release_is_refused_while_the_first_is_not_applied(take):
+    training, model, optimizer = make(physical_batch_size=4)
+    batches = iter(training.loader)
+    while not training.updated:
+        take(training, model, next(batches))
+    spent, start, released = training.epsilon(), parameters(model), model[0].weight.grad
+    with pytest.raises(ValueError, match=FORGOTTEN):
+        take(training, model, next(batches))
+    assert (len(training.history), training.epsilon()) == (1, spent)  # refused before it is paid for
+    assert model[0].weight.grad is released
+    optimizer.step()  # the remedy
+    assert not torch.equal(parameters(model), start)
+    take(training, model, next(iter(training.loader)))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_released_gradient_may_be_thrown_away_on_purpose(set_to_none):
+    training, model, optimizer = make()
+    start = parameters(model)
+    for x, y in training.loader:
+        training.loss(model(x), y).backward()
+        optimizer.zero_grad(set_to_none)
+    assert training.finished
+    assert torch.equal(parameters(model), start)
+
+
+def test_every_one_of_several_optimizers_has_to_step():
+    model = mlp()
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (model[0], model[2]))
+    training, *_ = make(model, optimizer=[first, second])
+    x, y = next(iter(training.loader))
+    training.loss(model(x), y).backward()
+    first.step()
+    with pytest.raises(ValueError, match=FORGOTTEN):
+        training.loss(next(iter(training.loader)))
+    second.zero_grad()
+    training.loss(next(iter(training.loader)))
+
+
+class ByData(torch.optim.Optimizer):
+    """Moves parameters through ``.data``, as many optimizers do: their versions do not tell."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"])
+
+
+def test_zero_grad_may_come_as_late_as_before_backward():
+    model = mlp()
+    training, _, optimizer = make(model, optimizer=ByData(model.parameters()))
+    for x, y in training.loader:
+        loss = training.loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert training.finished
+
+
 def test_a_loss_is_back_propagated_once():
     training, model, _ = make(physical_batch_size=4)
     x, y = next(iter(training.loader))
@@ -435,13 +510,32 @@ def test_a_loss_that_is_not_back_propagated_is_noticed():
         training.loss(model(x), y)
 
 
-def test_a_model_can_be_made_private_again():
+def test_a_model_can_be_made_private_again_and_is_told_that_the_cost_adds_up():
     training, model, optimizer = make()
     fused(training, model, optimizer)
-    for door in (ordinary, fused):
-        again, _, _ = make(model, optimizer=optimizer)
+    for door, done in ((ordinary, 6), (fused, 12)):
+        with pytest.warns(UserWarning, match=rf"taken {done} steps in earlier runs: .* add up") as told:
+            again, _, _ = make(model, optimizer=optimizer)
+        assert told[0].filename == __file__  # where make_private was called
         door(again, model, optimizer)
         assert len(again.history) == 6
+
+
+def test_a_model_that_has_released_nothing_is_told_nothing():
+    _, model, optimizer = make()
+    training, _, _ = make(model, optimizer=optimizer)  # warnings are errors here
+    fused(training, model, optimizer)
+    make(model, optimizer=optimizer, noise_multiplier=0)  # promises nothing
+    make(mlp())
+
+
+def test_a_model_is_not_kept_for_the_runs_behind_it():
+    training, model, optimizer = make()
+    fused(training, model, optimizer)
+    kept = weakref.ref(model)
+    del training, model, optimizer
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_batch_from_elsewhere_is_refused():

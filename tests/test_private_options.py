@@ -370,6 +370,21 @@ def test_nan_from_the_first_step_on_is_refused_and_costs_nothing(door):
     assert model.weight.isfinite().all()
 
 
+def test_one_finite_example_decides_whether_the_first_step_is_refused():
+    """A refusal may say something about the data that no noise covers: docs/sharp-edges.md says so."""
+
+    def first_step(finite):
+        x = torch.full((60, 4), math.nan)
+        x[:finite] = 1.0
+        training, *_ = make(dataset=TensorDataset(x, torch.zeros(60, dtype=torch.long)), batch_size=60)
+        training.step(next(iter(training.loader)))
+        return len(training.history)
+
+    with pytest.raises(ValueError, match="not finite for any example"):
+        first_step(finite=0)
+    assert first_step(finite=1) == 1
+
+
 def test_an_unlucky_batch_later_on_is_a_step_like_any_other():
     points, labels = data().tensors
     training, model, _ = make(dataset=TensorDataset(points, labels), threshold=Constant(1.0))

@@ -47,7 +47,7 @@ def dataset():
 class Run:
     """A training with dropout, momentum, a scheduler and an average of the weights: all that a checkpoint must hold."""
 
-    def __init__(self, threshold, *, seed=None, physical_batch_size=None, kind=torch.optim.SGD, **changes):
+    def __init__(self, threshold, *, data=None, seed=None, physical_batch_size=None, kind=torch.optim.SGD, **changes):
         torch.manual_seed(7)
         self.model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.3), nn.Linear(16, 3))
         momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
@@ -56,7 +56,7 @@ class Run:
         self.average = torch.optim.swa_utils.AveragedModel(self.model)
         settings = {"batch_size": 150, "epochs": 2, "noise_multiplier": 1.0, "delta": 1e-4} | changes
         self.training = make_private(
-            self.model, self.optimizer, dataset(), loss=nn.CrossEntropyLoss(), threshold=threshold, seed=seed,
+            self.model, self.optimizer, data or dataset(), loss=nn.CrossEntropyLoss(), threshold=threshold, seed=seed,
             physical_batch_size=physical_batch_size, **settings,
         )  # fmt: skip
 
@@ -181,6 +181,34 @@ def test_another_model_or_other_names_are_refused(tmp_path):
     )  # fmt: skip
     with pytest.raises(ValueError, match="groups"):
         training.load(path, **run.others)
+
+
+CHANGED = r"dataset = 'changed' must be the one that .*; put back the data that the run began with"
+
+
+@pytest.mark.parametrize("flipped", [1, 399])
+def test_changed_data_are_refused_and_nothing_is_touched(flipped, tmp_path):
+    path = saved(tmp_path)
+    before = path.read_bytes()
+    x, y = dataset().tensors
+    y[:flipped] = (y[:flipped] + 1) % 3
+    other = Run(PrivateQuantile(0.5), data=TensorDataset(x, y))
+    start = copy.deepcopy(other.result())
+    with pytest.raises(ValueError, match=CHANGED):
+        other.training.load(path, **other.others)
+    with pytest.raises(ValueError, match=CHANGED):
+        other.training.load_state_dict(torch.load(path, weights_only=True)["training"])
+    same(other.result(), start)
+    assert path.read_bytes() == before
+
+
+def test_data_that_changed_after_a_complete_run_are_nobodys_business(tmp_path):
+    run = Run(PrivateQuantile(0.5)).go("fused")
+    run.training.save(tmp_path / "run.pt", **run.others)
+    x, y = dataset().tensors
+    again = Run(PrivateQuantile(0.5), data=TensorDataset(-x, y))
+    again.training.load(tmp_path / "run.pt", **again.others)
+    assert again.training.finished
 
 
 def test_going_back_in_a_run_is_refused(tmp_path):

@@ -26,7 +26,7 @@ def test_an_epsilon_is_met():
 def test_the_default_delta_is_said_aloud(caplog):
     plan = plan_training(**GIVEN | {"delta": None})
     assert plan.delta == 1e-4
-    assert "delta = 0.0001: 1 / (10 len(dataset))" in caplog.text
+    assert "delta = 0.0001: 1 / (10 dataset_size)" in caplog.text
 
 
 def test_no_noise_needs_no_delta(caplog):
@@ -36,14 +36,14 @@ def test_no_noise_needs_no_delta(caplog):
 
 def test_a_delta_that_guarantees_nothing_warns(monkeypatch):
     monkeypatch.setattr(accounting, "noise_multiplier", lambda **_: 1.0)
-    with pytest.warns(UserWarning, match=r"delta = 0.001 is not below 1/len\(dataset\) = 0.001"):
+    with pytest.warns(UserWarning, match=r"delta = 0.001 is not below 1/dataset_size = 0.001"):
         plan_training(**GIVEN | {"noise_multiplier": None, "epsilon": 1.0, "delta": 1e-3})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batch_size": 1001}, r"batch_size = 1001 must be <= len\(dataset\) = 1000"),
+        ({"batch_size": 1001}, r"batch_size = 1001 must be <= dataset_size = 1000"),
         ({"batch_size": 0}, "batch_size = 0 must be >= 1"),
         ({"batch_size": 1.5}, "batch_size = 1.5 must be a whole number"),
         ({"steps": 5}, r"epochs, steps = \(2, 5\) must be one given"),

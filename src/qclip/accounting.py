@@ -1,11 +1,13 @@
 """Epsilon of Poisson-sampled Gaussian steps, and the noise that meets a target: Google's dp-accounting, asked safely.
 
-Adjacency is add/remove one example; every step samples each example with probability ``sample_rate`` and releases one
-sum with Gaussian noise of ``noise_multiplier`` times its sensitivity. Instead of ``sample_rate`` and ``steps`` every
-function takes what people have in hand: ``examples`` and ``batch_size``, and ``epochs``.
+Adjacency is add/remove one example, while all others are sampled as before: every step samples each example with
+probability ``sample_rate`` and releases one sum with Gaussian noise of ``noise_multiplier`` times its sensitivity.
+Instead of ``sample_rate`` and ``steps`` every function takes what people have in hand: ``examples`` and ``batch_size``,
+and ``epochs``.
 
 ``accountant`` is "pld" (privacy loss distributions, tight) or "rdp" (Renyi divergences, looser and quicker). Neither
-reports less than is spent.
+reports less than is spent: "pld" leaves room in delta for the rounding of its Fourier transforms, 2e-15 for each step,
+and takes the bound by Renyi divergences where that is smaller, as it is for a delta of that size.
 """
 
 import math
@@ -24,6 +26,9 @@ Accountant = Literal["pld", "rdp"]
 _ACCOUNTANTS: dict[str, Any] = {"pld": pld.PLDAccountant, "rdp": rdp.RdpAccountant}
 _INTERVAL: Final = 1e-4
 """How far apart the privacy losses are that a distribution is kept at; what lies between is rounded up."""
+_ROUNDING: Final = 2e-15
+"""How much of delta a step more may lose to the rounding of Fourier transforms. Seen were 0.5e-16 against the closed
+form of Gaussians and 2.4e-16 for sampled ones against 80-bit numbers, up to a million steps."""
 _CLOSE: Final = 1.0005
 """How close to the least noise a search ends, as a factor."""
 
@@ -55,7 +60,7 @@ def epsilon(
         return 0.0
     if z == 0:
         return math.inf
-    return float(_composed(z, rate, steps, accountant, _INTERVAL).get_epsilon(delta))
+    return _spent(z, rate, steps, delta, accountant)
 
 
 def delta(
@@ -81,7 +86,10 @@ def delta(
         return 0.0
     if z == 0:
         return 1.0
-    return float(_composed(z, rate, steps, accountant, _INTERVAL).get_delta(target))
+    found = float(_composed(z, rate, steps, accountant).get_delta(target))
+    if accountant == "rdp":
+        return found
+    return min(found + _ROUNDING * steps, float(_composed(z, rate, steps, "rdp").get_delta(target)))
 
 
 def steps(
@@ -142,7 +150,7 @@ def noise_multiplier(
 def _calibrated(target: float, delta: float, rate: float, steps: int, accountant: Accountant) -> float:
     @cache
     def spent(z: float, interval: float = _INTERVAL) -> float:
-        return float(_composed(z, rate, steps, accountant, interval).get_epsilon(delta))
+        return _spent(z, rate, steps, delta, accountant, interval)
 
     def roughly(z: float) -> float:
         return spent(z, 10 * _INTERVAL) if accountant == "pld" else spent(z)
@@ -196,10 +204,11 @@ def spending(z: float, sample_rate: float, delta: float, accountant: Accountant 
         if z == 0:
             return math.inf
         if accountant == "rdp":
-            return float(_composed(z, sample_rate, steps, accountant, _INTERVAL).get_epsilon(delta))
+            return _spent(z, sample_rate, steps, delta, accountant)
         # Most of a query's time is the first step, which is the same for all.
-        exact = _one_step(z, sample_rate).self_compose(steps).get_epsilon_for_delta(delta)
-        return float(exact) * (1 + 1e-9)  # composed in another order than the accountant's
+        composed = _one_step(z, sample_rate).self_compose(steps)
+        exact = _with_room(composed.get_epsilon_for_delta, z, sample_rate, steps, delta)
+        return exact * (1 + 1e-9)  # composed in another order than the accountant's
 
     return spent
 
@@ -323,9 +332,25 @@ def _delta(delta: float) -> float:
     return check.between("delta", delta, 0, 1, "well below 1/(dataset size), such as 1e-5")
 
 
+def _spent(
+    z: float, sample_rate: float, steps: int, delta: float, accountant: Accountant, interval: float = _INTERVAL
+) -> float:
+    ask = _composed(z, sample_rate, steps, accountant, interval).get_epsilon
+    return float(ask(delta)) if accountant == "rdp" else _with_room(ask, z, sample_rate, steps, delta)
+
+
+def _with_room(tight: Callable[[float], float], z: float, sample_rate: float, steps: int, delta: float) -> float:
+    """The epsilon that privacy loss distributions give for delta less what rounding may have lost of it."""
+    room = _ROUNDING * steps
+    found = float(tight(delta - room)) if delta > room else math.inf
+    if delta > 1000 * room:
+        return found
+    return min(found, float(_composed(z, sample_rate, steps, "rdp").get_epsilon(delta)))
+
+
 @lru_cache(maxsize=32)  # of a search, and what is asked of its result
 def _composed(
-    z: float, sample_rate: float, steps: int, accountant: Accountant, interval: float
+    z: float, sample_rate: float, steps: int, accountant: Accountant, interval: float = _INTERVAL
 ) -> dp_accounting.PrivacyAccountant:
     check.choice("accountant", accountant, _ACCOUNTANTS)
     relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE

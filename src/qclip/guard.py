@@ -64,10 +64,25 @@ class Guard:
             self._released[id(parameter)] = Released(weakref.ref(grad), grad._version)
             parameter.grad = grad
 
+    def refuse_pending(self, before: str) -> None:
+        """Refuse to go on while a released gradient waits: it is paid for, and would be lost."""
+        if self.pending:
+            remedy = (
+                "call optimizer.step() after every logical batch (training.updated says when), or "
+                "optimizer.zero_grad() to go on without it: it stays charged"
+            )
+            bound = f"applied or thrown away before {before}"
+            raise check.refuse("released gradient", "not yet applied", bound, remedy)
+
     @property
     def pending(self) -> bool:
-        """Whether a released gradient waits to be applied; one that was thrown away or changed cannot be any more."""
-        return any(self._applicable(parameter) is not None for parameter in self._parameters.values())
+        """Whether a released gradient waits for a step; one that was thrown away or changed cannot be applied any more.
+
+        One that a step took up waits no longer, even where nothing shows that the parameter moved: an optimizer that
+        writes to ``.data`` leaves its version as it was.
+        """
+        waiting = (self._applicable(parameter) for parameter in self._parameters.values())
+        return any(released is not None and released.applied_to is None for released in waiting)
 
     @property
     def applied(self) -> bool:

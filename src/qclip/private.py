@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from qclip import _validate as check
 from qclip.accounting import Accountant
+from qclip.dataset_parts import refuse_repeated
+from qclip.earlier_runs import remember, warn_of_earlier
 from qclip.engine import Engine
 from qclip.engine.compiled import MODES, Compiled
 from qclip.engine.engine import call
@@ -17,7 +19,8 @@ from qclip.losses import PerExample, per_example
 from qclip.private_training import Evaluation, PrivateTraining
 from qclip.progress import working
 from qclip.rows import mean_over_rows
-from qclip.sampling import dataset_size, fixed_size
+from qclip.sampling import dataset_of, fixed_size
+from qclip.sampling import dataset_size as examples_in
 from qclip.schedules import Schedule
 from qclip.thresholds import PrivateQuantile, Threshold
 from qclip.thresholds.threshold import at, check_ahead
@@ -32,6 +35,7 @@ def make_private(
     loss: PerExample | None = None,
     per_example_loss: Callable[[nn.Module, Any], Tensor] | None = None,
     batch_size: int,
+    dataset_size: int | None = None,
     epochs: int | None = None,
     steps: int | None = None,
     epsilon: float | None = None,
@@ -54,11 +58,14 @@ def make_private(
     loss: a criterion ``f(outputs, targets)``; a mean is converted to one loss per example where that is exact.
     per_example_loss: ``f(model, batch)`` with one loss per example. Exactly one of the two.
     dataset: map-style, or a DataLoader whose collate function, workers and pinning are kept.
-    batch_size: the *expected* number of examples of a step; each joins with probability ``batch_size / len(dataset)``.
+    batch_size: the *expected* number of examples of a step; each joins with probability ``batch_size / dataset_size``.
+    dataset_size: ``len(dataset)`` when left out, which then counts as public. A number that was chosen without looking
+        at it, where not even the length may be known: rate, steps, noise and delta follow from this number alone. The
+        expected batch is then ``batch_size * len(dataset) / dataset_size``, and is still divided by ``batch_size``.
     epochs, steps: how long; exactly one of them. A pass over `PrivateTraining.loader` is an epoch, or all the steps.
     epsilon, noise_multiplier: exactly one of them. The noise multiplier is that of gradient and counts together; 0
         means no noise anywhere, and an infinite epsilon.
-    delta: 1 / (10 len(dataset)) when left out.
+    delta: 1 / (10 dataset_size) when left out.
     threshold: where to clip; the 0.7-quantile of the gradient norms, learnt privately, when left out.
     step_size: a schedule that sets the learning rate of every step, such as that of `qclip.schedules.coupled`; without
         it the optimizer's own counts, and torch's schedulers move it.
@@ -117,8 +124,14 @@ def make_private(
             remedy = 'leave it out, or take over="dataset"'
             bound = f"left out: {type(threshold).__name__} needs the norms of the whole batch before it clips"
             raise check.refuse("physical_batch_size", physical_batch_size, bound, remedy)
+    examples = examples_in(dataset)
+    if noise_multiplier != 0:
+        refuse_repeated(dataset_of(dataset))
+    if dataset_size is not None and sampling == "uniform":
+        remedy = "leave it out: batches of one size are for training without privacy, where nothing is hidden"
+        raise check.refuse("dataset_size", dataset_size, f'left out with sampling="{sampling}"', remedy)
     plan = plan_training(
-        dataset_size(dataset),
+        examples if dataset_size is None else dataset_size,
         batch_size,
         epochs=epochs,
         steps=steps,
@@ -133,7 +146,9 @@ def make_private(
         physical_batch_size = fixed_size(plan.sampling, plan.dataset_size, plan.batch_size)
     if step_size is not None:
         check_ahead(lambda step: check.positive("step_size", at(step_size, step)), plan.num_steps)
-    return PrivateTraining(
+    if plan.noise_multiplier > 0:
+        warn_of_earlier(engine.model)
+    training = PrivateTraining(
         engine,
         optimizers,
         dataset,
@@ -146,6 +161,8 @@ def make_private(
         compiled=Compiled(engine, compile, slots=physical_batch_size, announce=working) if compile else None,
         seed=seed,
     )
+    remember(engine.model, training.history)
+    return training
 
 
 def _check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:

@@ -17,6 +17,7 @@ from qclip import _validate as check
 from qclip import accounting, checkpoint, mechanism, rows, run_certificate, theory
 from qclip._transfer import sent
 from qclip.batch_proof import FetchProof
+from qclip.data_fingerprint import DataFingerprint
 from qclip.engine import ClippedGradients, Engine
 from qclip.engine.compiled import Compiled
 from qclip.engine.engine import Choice
@@ -26,7 +27,7 @@ from qclip.history import History, StepRecord
 from qclip.logical_batch import LogicalBatch, Noise
 from qclip.losses import PerExample
 from qclip.run_certificate import Departures
-from qclip.sampling import Ticket, TicketLoader, sampler
+from qclip.sampling import Ticket, TicketLoader, dataset_of, dataset_size, sampler
 from qclip.schedules import Schedule
 from qclip.thresholds import Conditions, Threshold
 from qclip.thresholds.threshold import at, describe
@@ -125,14 +126,15 @@ class PrivateTraining:
         self._noise = torch.Generator(self._device).manual_seed(int(noise.generate_state(1, np.uint64)[0]))
         self.loader = TicketLoader(
             source,
-            sampler(plan.sampling, plan.dataset_size, plan.batch_size, sampling),
+            sampler(plan.sampling, dataset_size(source), plan.batch_size, plan.sample_rate, sampling),
             physical_batch_size=physical_batch_size,
             span=self._steps_of_pass,
             before_step=self._note_random_states,
             rows_per_example=evaluation.rows_per_example,
         )
         """The batches of the data, drawn for each step: one pass is one epoch, or the whole plan."""
-        self._fetch_proof = FetchProof(Fetch.of(source), engine, plan.dataset_size)
+        self._fetch_proof = FetchProof(Fetch.of(source), engine, self.loader.examples)
+        self._data = DataFingerprint(dataset_of(source))
         self._inside = False
         if evaluation.criterion is not None:
             engine.watch(self._rows_of_next_batch)
@@ -210,6 +212,8 @@ class PrivateTraining:
             step_size=self._step_size,
             normalize=self._normalize,
             departure=self._departures.so_far(applied=self._guard.applied),
+            plan=self._plan,
+            examples=self.loader.examples,
         )
         return run_certificate.certify(
             assumptions,
@@ -256,35 +260,31 @@ class PrivateTraining:
         """qclip's own state, as of the last completed logical step: plain data.
 
         Keep it as secret as the data until the run is complete: it holds the seeds of sampling and noise, with which
-        the noise could be subtracted. That of a complete run holds none.
+        the noise could be subtracted, and a fingerprint of the data. That of a complete run holds neither.
         """
-        if self._guard.pending:
-            remedy = (
-                "call optimizer.step() first, or optimizer.zero_grad() to go on without it: the step is charged, and "
-                "its gradient is not saved"
-            )
-            raise check.refuse(
-                "released gradient", "not yet applied", "applied or thrown away before the state is taken", remedy
-            )
-        seed = self.loader.sampler.seed
-        between = self._logical is None and self.loader.tickets.front is None
-        secrets = {
-            "sampling": {"entropy": seed.entropy, "spawn_key": tuple(seed.spawn_key)},
-            "noise": {"device": self._device.type, "state": self._noise.get_state()},
-            # In the middle of a logical batch the run goes back to where that batch was fetched.
-            "random": checkpoint.random_states() if between else self._random_states,
-        }
+        self._guard.refuse_pending("the state is taken")
         return {
             **self._identity(),
             "execution": self._execution() if self._engine.draws else None,
             "threshold_state": self._state,
             "history": [asdict(record) for record in self._records],
             "departure": self._departures.so_far(applied=self._guard.applied),
-            "secrets": None if self.finished else secrets,
+            "secrets": None if self.finished else self._secrets(),
+        }
+
+    def _secrets(self) -> dict[str, Any]:
+        seed = self.loader.sampler.seed
+        between = self._logical is None and self.loader.tickets.front is None
+        return {
+            "sampling": {"entropy": seed.entropy, "spawn_key": tuple(seed.spawn_key)},
+            "data": self._data.under(seed),
+            "noise": {"device": self._device.type, "state": self._noise.get_state()},
+            # In the middle of a logical batch the run goes back to where that batch was fetched.
+            "random": checkpoint.random_states() if between else self._random_states,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`, of this run or of one made with the same arguments."""
+        """Go on from a `state_dict`, of this run or of one made with the same arguments and the same data."""
         self._require_same_run(state)
         self._logical = None
         self.loader.abandon()
@@ -297,8 +297,7 @@ class PrivateTraining:
         secrets = state["secrets"]
         if secrets is None:
             return
-        sampling = secrets["sampling"]
-        self.loader.reseed(np.random.SeedSequence(sampling["entropy"], spawn_key=sampling["spawn_key"]))
+        self.loader.reseed(_sampling_seed(secrets))
         if secrets["noise"]["device"] == self._device.type:
             self._noise.set_state(secrets["noise"]["state"].cpu())
         else:  # a state of another kind: fresh noise, whatever the seed was
@@ -324,7 +323,7 @@ class PrivateTraining:
     def load(self, path: str | os.PathLike[str], **others: Any) -> None:
         """Go on from a checkpoint of `save`, with the same others: the run that would have been, bit for bit on a CPU.
 
-        Refused, and nothing touched, where the file is damaged, of a newer version or of another run.
+        Refused, and nothing touched, where the file is damaged, of a newer version, of another run or of other data.
         """
         content = checkpoint.read(path, self._device)
         mine = self._foreign(others)
@@ -385,6 +384,9 @@ class PrivateTraining:
             raise check.refuse(
                 "steps of the state", len(state["history"]), f">= {len(self._records)}, those done", remedy
             )
+        secrets = state["secrets"]
+        if secrets is not None:
+            self._data.require_same(_sampling_seed(secrets), secrets["data"])
 
     def _schedules(self) -> dict[str, list[float]]:
         """Some values of every schedule: a function cannot be compared, and the noise must not serve two runs."""
@@ -449,6 +451,7 @@ class PrivateTraining:
         self.updated = False
         step = len(self._records)
         self._refuse_past_plan(step)
+        self._guard.refuse_pending("the next batch")
         ticket = self.loader.tickets.redeem(batch)
         if self._logical is None or ticket.part == 0:
             self._logical = self._begin_step(step)
@@ -474,7 +477,7 @@ class PrivateTraining:
     def _norms_of_all(self) -> np.ndarray:
         """The raw norms of the whole data set at the current parameters, [examples, groups]."""
         found = []
-        size, expected = self._plan.dataset_size, self._plan.batch_size
+        size, expected = self.loader.examples, self._plan.batch_size
         chunk = min(expected, self._physical_batch_size or expected)
         for start, batch in zip(range(0, size, chunk), self.loader.everything(chunk), strict=True):
             whole = self._placed(batch, min(chunk, size - start))
@@ -580,6 +583,11 @@ def _set_step_size(optimizers: Sequence[Optimizer], value: float) -> None:
                 group["lr"].fill_(value)
             else:
                 group["lr"] = value
+
+
+def _sampling_seed(secrets: Mapping[str, Any]) -> np.random.SeedSequence:
+    sampling = secrets["sampling"]
+    return np.random.SeedSequence(sampling["entropy"], spawn_key=sampling["spawn_key"])
 
 
 def _record(row: Mapping[str, Any]) -> StepRecord:

@@ -23,13 +23,13 @@ class Repeated(Dataset[Any]):
     """
 
     def __init__(self, dataset: Dataset[Any], rows: int) -> None:
-        self._dataset, self._rows = dataset, check.count("rows", rows)
+        self.dataset, self._rows = dataset, check.count("rows", rows)
 
     def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]
+        return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Any:
-        return torch.utils.data.default_collate([self._dataset[index] for _ in range(self._rows)])
+        return torch.utils.data.default_collate([self.dataset[index] for _ in range(self._rows)])
 
 
 def split(batch: Any, examples: int, rows: int) -> Any:

@@ -108,6 +108,8 @@ def require_covered(
     step_size: StepSize,
     normalize: bool,
     departure: str | None,
+    plan: TrainingPlan,
+    examples: int,
 ) -> None:
     """Refuse what the theorem is not about: it is about plain SGD.
 
@@ -116,6 +118,10 @@ def require_covered(
     if departure is not None:
         remedy = "the theorem is about one step size, no momentum and no weight decay, and every gradient applied"
         raise check.refuse("optimizer", departure, "plain SGD at every step, at the step size recorded", remedy)
+    if examples != plan.dataset_size:
+        bound = f"{examples}, the number of examples, for a certificate"
+        remedy = "leave it out: the theorem is about their mean, and the steps follow a multiple of it"
+        raise check.refuse("dataset_size", plan.dataset_size, bound, remedy)
     if normalize:
         bound = "False, for a certificate: the theorem is about step sizes that are fixed before the run"
         raise check.refuse("normalize", normalize, bound, "those over the threshold follow from what the run releases")

@@ -79,11 +79,11 @@ class UniformSampler:
         return np.sort(_rng(self.seed, step).choice(self.dataset_size, self.batch_size, replace=False, shuffle=False))
 
 
-def sampler(kind: str, dataset_size: int, batch_size: int, seed: np.random.SeedSequence) -> Sampler:
-    """Poisson or uniform sampling of ``batch_size`` examples, expected or exactly."""
+def sampler(kind: str, examples: int, batch_size: int, sample_rate: float, seed: np.random.SeedSequence) -> Sampler:
+    """Uniform sampling of ``batch_size`` of the examples, or Poisson sampling at the rate, however many there are."""
     if kind == "uniform":
-        return UniformSampler(dataset_size, batch_size, seed)
-    return PoissonSampler(dataset_size, batch_size / dataset_size, seed)
+        return UniformSampler(examples, batch_size, seed)
+    return PoissonSampler(examples, sample_rate, seed)
 
 
 def fixed_size(kind: str, dataset_size: int, batch_size: int) -> int:
@@ -243,6 +243,8 @@ class TicketLoader:
     ) -> None:
         self.sampler = sampler
         self.tickets = Tickets(rows_per_example)
+        self.examples = dataset_size(source)
+        """How many there are: not public, where another size was given for that."""
         self._source = source
         self._span, self._before_step = span, before_step
         self._pass: object = None
@@ -280,7 +282,7 @@ class TicketLoader:
 
     def everything(self, chunk: int) -> Iterator[Any]:
         """Every example once, in order, in batches of at most ``chunk``; they carry no tickets."""
-        size = dataset_size(self._source)
+        size = self.examples
         chunks = [list(range(start, min(start + chunk, size))) for start in range(0, size, chunk)]
         return iter(_data_loader(self._source, chunks, torch.Generator()))
 
@@ -381,7 +383,7 @@ class _Draws:
 
 def dataset_size(source: Dataset[Any] | DataLoader[Any]) -> int:
     """How many examples a data set or a DataLoader has; what cannot be sampled by index is refused."""
-    dataset = _dataset(source)
+    dataset = dataset_of(source)
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         remedy = "Poisson sampling asks for any example by its index"
         raise check.refuse("dataset", type(dataset).__name__, "map-style, with __len__ and __getitem__", remedy)
@@ -389,19 +391,22 @@ def dataset_size(source: Dataset[Any] | DataLoader[Any]) -> int:
         batches = source.batch_sampler
         sampler = batches.sampler if type(batches) is BatchSampler else batches
         if type(sampler) not in (RandomSampler, SequentialSampler):
-            remedy = "Poisson sampling takes its place; choose examples by torch.utils.data.Subset"
+            remedy = "Poisson sampling takes its place; choose examples, each once, by torch.utils.data.Subset"
             raise check.refuse("dataset", f"a DataLoader with {type(sampler).__name__}", "without a sampler", remedy)
+    if len(dataset) == 0:
+        raise check.refuse("dataset", "empty", "of at least one example", "check where it was read from")
     return len(dataset)
 
 
-def _dataset(source: Dataset[Any] | DataLoader[Any]) -> Dataset[Any]:
+def dataset_of(source: Dataset[Any] | DataLoader[Any]) -> Dataset[Any]:
+    """The data set itself."""
     return source.dataset if isinstance(source, DataLoader) else source
 
 
 def _data_loader(
     source: Dataset[Any] | DataLoader[Any], indices: Iterable[Any], generator: torch.Generator
 ) -> Iterable[Any]:
-    dataset = _dataset(source)
+    dataset = dataset_of(source)
     if not isinstance(source, DataLoader):
         if type(dataset) is TensorDataset:
             return _Gathered(dataset, indices)

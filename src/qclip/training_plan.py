@@ -17,6 +17,7 @@ class TrainingPlan:
     """The public constants of a run: given before it starts, never measured on the way."""
 
     dataset_size: int
+    """As it is public: the number of examples, or what was given instead."""
     batch_size: int
     num_steps: int
     steps_per_pass: int
@@ -60,9 +61,10 @@ def plan_training(
     >>> plan.num_steps, plan.sample_rate
     (32, 0.064)
     """
+    dataset_size = check.count("dataset_size", dataset_size, "it is the number of examples, as far as it is public")
     batch_size = check.count("batch_size", batch_size, "it is the expected number of examples of a step")
     if batch_size > dataset_size:
-        raise check.refuse("batch_size", batch_size, f"<= len(dataset) = {dataset_size}", "take a smaller batch")
+        raise check.refuse("batch_size", batch_size, f"<= dataset_size = {dataset_size}", "take a smaller batch")
     if (epochs is None) == (steps is None):
         remedy = "say how long to train in one way"
         raise check.refuse("epochs, steps", (epochs, steps), "one given and one left out", remedy)
@@ -79,8 +81,8 @@ def plan_training(
     if delta is None:
         delta = 1 / (10 * dataset_size)
         if noise_multiplier != 0:
-            log.warning("delta = %.3g: 1 / (10 len(dataset)), since it was left out", delta)
-    delta = check.between("delta", delta, 0, 1, "well below 1/len(dataset), such as 1e-5")
+            log.warning("delta = %.3g: 1 / (10 dataset_size), since it was left out", delta)
+    delta = check.between("delta", delta, 0, 1, "well below 1/dataset_size, such as 1e-5")
     check.choice("accountant", accountant, get_args(accounting.Accountant))
     check.choice("sampling", sampling, get_args(Sampling))
     if sampling == "uniform" and noise_multiplier != 0:
@@ -111,7 +113,7 @@ def _refuse_empty_promises(delta: float, dataset_size: int, private: bool) -> No
         raise check.refuse("threshold", "non-private", "private, to meet an epsilon", remedy)
     if delta >= 1 / dataset_size:
         warnings.warn(
-            f"delta = {delta:g} is not below 1/len(dataset) = {1 / dataset_size:.3g}: publishing an example outright "
-            "would satisfy it; 1/(10 len(dataset)) is usual",
+            f"delta = {delta:g} is not below 1/dataset_size = {1 / dataset_size:.3g}: publishing an example outright "
+            "would satisfy it; 1/(10 dataset_size) is usual",
             stacklevel=4,
         )

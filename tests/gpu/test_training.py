@@ -2,9 +2,11 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import Subset, TensorDataset
 
 pytest.importorskip("scipy")
 pytest.importorskip("dp_accounting")
@@ -12,6 +14,7 @@ pytest.importorskip("rich")
 
 from engine.driven import as_traced
 from gpu.device import DEVICE, ON_GPU, cuda_only
+from qclip.data_fingerprint import DataFingerprint
 from qclip.thresholds import Constant, PrivateQuantile
 from test_compile import assert_same_run, dataset, fused, inside, make, network, parameters, unbroken_and_resumed
 
@@ -81,6 +84,20 @@ def test_a_resumed_run_is_the_run_that_would_have_been(stop, compile, tmp_path):
     torch.testing.assert_close(parameters(second[1]), parameters(whole[1]), rtol=1e-5, atol=1e-6)
     for mine, other in zip(second[0].history, whole[0].history, strict=True):
         assert mine.tau == pytest.approx(other.tau)
+
+
+def test_data_on_the_device_are_the_data_of_the_cpu(monkeypatch):
+    """Whole and in part, hashed in pieces; and the device's generators stay where they are."""
+    monkeypatch.setattr("qclip.data_fingerprint._CHUNK", 1000)
+    there = TensorDataset(*(tensor.to(DEVICE) for tensor in dataset().tensors))
+    torch.manual_seed(0)
+    expected = torch.rand(3, device=DEVICE)
+    torch.manual_seed(0)
+    for wrap in (lambda data: data, lambda data: Subset(data, range(0, len(data), 3))):
+        here, moved = (DataFingerprint(wrap(data)).under(np.random.SeedSequence(1)) for data in (dataset(), there))
+        assert here == moved
+        assert set(here) == {"rows", "items"}
+    assert torch.equal(torch.rand(3, device=DEVICE), expected)
 
 
 def test_a_resumed_run_without_its_noise_is_another(tmp_path):

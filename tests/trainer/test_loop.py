@@ -159,6 +159,22 @@ def test_every_kind_of_run_goes_on_as_it_would_have(settings, tmp_path, other):
     same(taken_up, uninterrupted)
 
 
+def test_a_run_does_not_go_on_with_rows_that_changed(settings, tmp_path):
+    file = tmp_path / "points.csv"
+    shutil.copy(settings.data, file)
+    folder = RunFolder(tmp_path / "run")
+    go(start(replace(settings, data=str(file)), folder), stop_at=5)
+    header, held_out, first, *rest = rows = file.read_text().splitlines()
+    other = first[:-1] + {"a": "b", "b": "a"}[first[-1]]
+    file.write_text("\n".join([header, held_out, other, *rest]) + "\n")  # as many rows, columns and classes
+    before = folder.metrics_file.read_bytes()
+    with pytest.raises(ValueError, match=r"dataset = 'changed' .* put back the data that the run began with"):
+        resume(Settings(), folder)
+    assert folder.metrics_file.read_bytes() == before
+    file.write_text("\n".join(rows) + "\n")
+    resume(Settings(), folder)
+
+
 @pytest.mark.parametrize("stop_at", [0, 3, 6, 11])
 def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(settings, uninterrupted, tmp_path, stop_at):
     folder = RunFolder(tmp_path / "parts")

@@ -32,7 +32,7 @@ def csv_file(
 
     The encodings were fixed beforehand (`qclip.data.columns`). What is *read from the file* counts as public, and is
     not covered by the guarantee: the columns' names, their kinds and the classes where not given, how many rows there
-    are, and what is refused.
+    are, and what is refused. Held-out rows are scored without noise, and not protected either.
     """
     table = _read(path)
     answer = _column("target", target, table)
