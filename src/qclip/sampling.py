@@ -336,9 +336,9 @@ class SeededItems(Dataset[Any]):
             return self.dataset.__getitems__([_index(request) for request in requests])
         return [self[request] for request in requests]
 
-    def __getitem__(self, request: int | Request) -> Any:
-        _seed(request)
-        return self.dataset[_index(request)]
+    def __getitem__(self, index: int | Request) -> Any:
+        _seed(index)
+        return self.dataset[_index(index)]
 
 
 def _index(request: int | Request) -> int:
@@ -371,14 +371,14 @@ class _Draws:
         drawn = self._drawn
         for step in self._steps:
             examples = self.sampler.draw(step)
-            seeds = _rng(self.sampler.seed, step, 1).integers(2**63, size=max(1, len(examples))) if self._seeded else ()
+            seeds = iter(self._seeds(step, len(examples)))
             for indices, ticket in cut(examples, step, self._physical_batch_size):
                 drawn.append(ticket)
-                if self._seeded:
-                    mine, seeds = seeds[: len(indices)], seeds[len(indices) :]
-                    yield [Request(index, seed) for index, seed in zip(indices, mine.tolist(), strict=True)]
-                else:
-                    yield indices
+                yield [Request(index, next(seeds)) for index in indices] if self._seeded else indices
+
+    def _seeds(self, step: int, examples: int) -> list[int]:
+        """One for each example of the step, in order: they do not depend on how it is cut."""
+        return _rng(self.sampler.seed, step, 1).integers(2**63, size=max(1, examples)).tolist() if self._seeded else []
 
 
 def dataset_size(source: Dataset[Any] | DataLoader[Any]) -> int:
