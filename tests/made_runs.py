@@ -73,6 +73,7 @@ def made_summary(**changes: Any) -> Summary:
             noise_multiplier=2.0,
             gradient_noise_multiplier=2.02,
             threshold={"name": "PrivateQuantile", "p": 0.5},
+            lost_threshold="",
             groups=["flat"],
             parameters=4810,
             settings={"epochs": 4, "epsilon": 4.0, "lr": 2.0},

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qclip import accounting, engine, problems, schedules, simulate, theory
     from qclip.engine import clipped_gradients, explain, register_rule
+    from qclip.lost_threshold import LostThreshold
     from qclip.private import make_private
     from qclip.private_training import PrivateTraining
     from qclip.thresholds import (
@@ -28,6 +29,7 @@ __all__ = [
     "ExactQuantile",
     "GeometricQuantile",
     "HistogramQuantile",
+    "LostThreshold",
     "PrivateQuantile",
     "PrivateTraining",
     "RollingQuantile",
@@ -50,6 +52,7 @@ _HOMES = {
     "ExactQuantile": "thresholds",
     "GeometricQuantile": "thresholds",
     "HistogramQuantile": "thresholds",
+    "LostThreshold": "lost_threshold",
     "PrivateQuantile": "thresholds",
     "PrivateTraining": "private_training",
     "RollingQuantile": "thresholds",

@@ -16,6 +16,8 @@ class StepRecord:
     """The noisy fraction of examples left unclipped in each group; empty where the threshold does not ask for it."""
     step_size: float
     """The learning rate of the (first) optimizer's first group, over the threshold where steps are normalized."""
+    lost: tuple[str, ...] = ()
+    """The groups whose threshold has lost its quantile by then (`qclip.lost_threshold`)."""
 
 
 class History(Sequence[StepRecord]):

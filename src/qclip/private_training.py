@@ -1,9 +1,10 @@
 """A private run: `PrivateTraining`, made by `qclip.make_private`."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from qclip.guard import Guard
 from qclip.history import History, StepRecord
 from qclip.logical_batch import LogicalBatch, Noise
 from qclip.losses import PerExample
+from qclip.lost_threshold import WINDOW, LostThreshold, explain, lost_groups
 from qclip.run_certificate import Departures
 from qclip.sampling import Ticket, TicketLoader, dataset_of, dataset_size, sampler
 from qclip.schedules import Schedule
@@ -109,6 +111,7 @@ class PrivateTraining:
         self._state = threshold.start(len(engine.groups))
         self._records: list[StepRecord] = []
         self._history = History(self._records)
+        self._said_lost = False
         self._logical: LogicalBatch | None = None
         self._departures = Departures()
         self._guard = Guard(engine.parameters, self._optimizers, applying=self._departures.see)
@@ -175,6 +178,14 @@ class PrivateTraining:
         return self._history
 
     @property
+    def lost_threshold(self) -> str:
+        """Whether the threshold has lost its quantile: since when, in what way and what to do; empty while it has not.
+
+        From released values, like `history`, whose records say it of each step.
+        """
+        return explain(self._records, self._threshold, self.groups)
+
+    @property
     def noise_multipliers(self) -> accounting.Split:
         """The noise of the gradient sum and of the counts, each relative to its own sensitivity."""
         return self._split
@@ -236,6 +247,7 @@ class PrivateTraining:
                 for optimizer in self._optimizers:
                     optimizer.step()
                 self._guard.clear()
+        self._warn_if_lost(stacklevel=3)
         return _mean_loss(gradients, ticket)
 
     def loss(self, *batch: Any) -> PrivateLoss:
@@ -253,6 +265,7 @@ class PrivateTraining:
                 if logical is None or self._logical is not logical:
                     raise _stale_loss()
                 self._take(ticket, gradients)
+            self._warn_if_lost(stacklevel=4)
 
         return PrivateLoss(_mean_loss(gradients, ticket), hand_over)
 
@@ -291,6 +304,7 @@ class PrivateTraining:
         self._guard.clear()
         self.updated = False
         self._records[:] = [_record(row) for row in state["history"]]  # in place: the history stays a view of it
+        self._said_lost = any(record.lost for record in self._records)
         self._state = state["threshold_state"]
         self._engine.draws |= state["execution"] is not None
         self._departures.begin(state["departure"])
@@ -517,10 +531,18 @@ class PrivateTraining:
             _set_step_size(self._optimizers, at(self._step_size, step))
         rate = float(self._optimizers[0].param_groups[0]["lr"])
         self._departures.expect(step, rate)
+        record = StepRecord(step, logical.clip_norms, noisy_unclipped, rate / scale)
+        lost = lost_groups([*self._records[1 - WINDOW :], record], self._threshold, self.groups)
         # Charged before anyone can see it: an interruption between the two lines costs budget, not privacy.
-        self._records.append(StepRecord(step, logical.clip_norms, noisy_unclipped, rate / scale))
+        self._records.append(replace(record, lost=lost))
         self._state = state
         self._guard.write(noisy)
+
+    def _warn_if_lost(self, stacklevel: int) -> None:
+        """Once a run, after the step is done: whoever turns warnings into errors has lost nothing."""
+        if self._records and self._records[-1].lost and not self._said_lost:
+            self._said_lost = True
+            warnings.warn(self.lost_threshold, LostThreshold, stacklevel=stacklevel)
 
     def _refuse_hopeless(self, step: int) -> None:
         """Nothing but noise can come of a batch without a finite gradient; say so where the model is at fault."""
@@ -591,7 +613,8 @@ def _sampling_seed(secrets: Mapping[str, Any]) -> np.random.SeedSequence:
 
 
 def _record(row: Mapping[str, Any]) -> StepRecord:
-    return StepRecord(row["step"], tuple(row["tau"]), tuple(row["noisy_unclipped"]), row["step_size"])
+    lost = row.get("lost", ())  # older checkpoints do not say
+    return StepRecord(row["step"], tuple(row["tau"]), tuple(row["noisy_unclipped"]), row["step_size"], tuple(lost))
 
 
 def _named_state(optimizer: Optimizer) -> dict[str, Any]:

@@ -49,6 +49,8 @@ class Summary:
     gradient_noise_multiplier: float
     threshold: dict[str, Any]
     """Its name and its settings."""
+    lost_threshold: str
+    """Since when it has lost its quantile, and what to do; empty where it has not."""
     groups: list[str]
     parameters: int
     """Trainable."""

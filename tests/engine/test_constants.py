@@ -258,10 +258,10 @@ def test_perturbed_constants_come_back_bit_by_bit():
     ]
     before = [x.clone() for x in tensors]
     with perturbed([], tensors):
-        assert all(((x != y) | ~x.isfinite()).all() for x, y in zip(tensors, before, strict=True))
-        assert tensors[0][:3].isfinite().all()
-        assert tensors[0][5].isfinite()
+        assert all(((x != y) | ~x.isfinite()).all() for x, y in zip(tensors[:3], before, strict=False))
+        assert odd[:3].isfinite().all()
         assert (tensors[1] > 0).all()
+        assert largest.isfinite().all()
     assert all(same(values(x), values(y)) for x, y in zip(tensors, before, strict=True))
 
 

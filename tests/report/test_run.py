@@ -110,6 +110,19 @@ def test_the_certificate_and_its_refusal(tmp_path):
     assert "no certificate: the steps are &gt; 1/L" in html
 
 
+def test_a_lost_threshold_is_said_before_any_figure(tmp_path):
+    told = "the threshold is lost since step 9: tau < p; take another"
+    html = text_of(write_report(made_run(tmp_path / "lost", lost_threshold=told)))
+    assert html.index("The threshold is lost since step 9: tau &lt; p; take another.") < html.index("<img")
+    assert "Here it has lost them" in html
+    assert "lost" not in text_of(write_report(made_run(tmp_path / "found")))
+
+
+def test_the_caption_does_not_blame_a_threshold_that_cannot_be_lower(tmp_path):
+    html = text_of(write_report(made_run(tmp_path)))
+    assert "one above it, that it is too high, or that none is low enough" in html
+
+
 def test_a_seeded_run_is_not_passed_off_as_private(tmp_path):
     assert "take the noise away" in text_of(write_report(made_run(tmp_path, seeded=True)))
 

@@ -103,7 +103,7 @@ def test_the_folder_of_a_run(settings, tmp_path):
     assert done
     steps, scores, summary = run.folder.steps(), run.folder.scores(), run.folder.summary()
     assert [line["step"] for line in steps] == list(range(STEPS))
-    assert all(line.keys() == {"step", "tau", "noisy_unclipped", "step_size", "epsilon"} for line in steps)
+    assert all(line.keys() == {"step", "tau", "noisy_unclipped", "step_size", "lost", "epsilon"} for line in steps)
     assert [tuple(line["tau"]) for line in steps] == [record.tau for record in run.training.history]
     assert [(line["step"], line["epoch"]) for line in scores] == [(4, 1), (8, 2), (12, 3)]
     assert scores == screen.scores
@@ -233,7 +233,7 @@ def test_the_raw_loss_is_written_on_request_only(settings, uninterrupted, tmp_pa
 
 
 def test_the_raw_loss_is_shown_on_a_terminal_and_nowhere_else():
-    line = {"step": 0, "tau": [0.5], "noisy_unclipped": [0.4], "step_size": 1.0, "epsilon": 0.5}
+    line = {"step": 0, "tau": [0.5], "noisy_unclipped": [0.4], "step_size": 1.0, "lost": ["flat"], "epsilon": 0.5}
     shown = {}
     for terminal in (True, False):
         console = Console(file=io.StringIO(), force_terminal=terminal, width=120, legacy_windows=False)
@@ -243,7 +243,7 @@ def test_the_raw_loss_is_shown_on_a_terminal_and_nowhere_else():
             screen.warn("raw")
         shown[terminal] = console.file.getvalue()
     assert "raw_loss 0.777" in shown[True]
-    assert "unclipped 0.40" in shown[True]
+    assert "tau 0.5 (lost)  unclipped 0.40" in shown[True]
     assert "raw" in shown[True]
     assert shown[False] == "epoch 1/3  step 4/12  held-out accuracy 0.5  epsilon infinite\n"
 

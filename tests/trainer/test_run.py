@@ -10,6 +10,7 @@ from torch.utils.data import TensorDataset
 from made_runs import made_summary
 from qclip import data
 from qclip.run_folder import RunFolder
+from qclip.thresholds import Constant, PrivateQuantile
 from qclip.trainer.run import free_folder, resume, start
 from qclip.trainer.settings import Settings
 
@@ -37,8 +38,15 @@ def test_what_was_left_out_is_filled_in(settings, tmp_path):
     run = start(settings, RunFolder(tmp_path))
     assert run.settings.delta == 1 / 4000
     defaults = run.task.defaults
-    assert (run.settings.lr, run.settings.p) == (defaults.learning_rate, 0.7)
-    assert run.training.threshold.p == 0.7
+    assert run.settings.lr == defaults.learning_rate
+    assert run.training.threshold == Constant(3**0.5)  # two columns, and the bias
+
+
+@pytest.mark.parametrize("given", [{"p": 0.7}, {"threshold": "private-quantile"}, {"L": 1.0, "sigma": 1.0, "gap": 1.0}])
+def test_whoever_asks_for_a_quantile_gets_one_on_a_table(settings, tmp_path, given):
+    run = start(replace(settings, **given), RunFolder(tmp_path))
+    assert run.training.threshold == PrivateQuantile(0.7)
+    assert run.settings.tau is None
 
 
 def test_another_run_is_not_written_over(settings, finished):

@@ -79,6 +79,19 @@ def test_defaults_fill_what_was_left_out_and_nothing_else():
     assert (filled(**CERTIFIED).q, filled(**CERTIFIED, q=1.5).q) == (2.0, 1.5)
 
 
+def test_a_task_that_knows_where_to_clip_is_asked_unless_a_quantile_is_wanted():
+    def threshold(**given):
+        found = Settings(**given).filled(DEFAULTS | {"tau": 3.0}, 1000, "cpu")
+        found.check()
+        return found.threshold, found.tau, found.p
+
+    assert threshold() == ("constant", 3.0, None)
+    assert threshold(threshold="constant", tau=1.0) == ("constant", 1.0, None)
+    for asked in ({"p": 0.7}, {"threshold": "private-quantile"}, CERTIFIED):
+        assert threshold(**asked) == ("private-quantile", None, 0.7)
+    assert threshold(threshold="geometric", p=0.9) == ("geometric", None, 0.9)
+
+
 def test_the_summary_holds_all_but_the_seed():
     settings = filled(data="a.csv", data_dir=Path("x/y"), columns=("age=0:120",), write_raw_loss=True, seed=3)
     public = json.loads(json.dumps(settings.public()))

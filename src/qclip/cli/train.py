@@ -68,7 +68,8 @@ class Train:
         training, interrupt = run.training, Interrupt()
         epochs = training.num_steps // training.steps_per_epoch
         try:
-            with interrupt, Screen(console, training.num_steps, len(training.history), epochs) as screen:
+            screen = Screen(console, training.num_steps, len(training.history), epochs)
+            with _warnings_on(console), interrupt, screen:
                 done = train(run, screen, interrupt)
         except KeyboardInterrupt:  # the second one: the last checkpoint counts
             done = False
@@ -97,6 +98,8 @@ def _say_what(console: Console, run: "Run") -> None:
         lines.append("seeded, for tests: whoever knows the seed can subtract the noise")
     if training.history:
         lines.append(f"going on after step {len(training.history)}")
+    if training.lost_threshold:
+        lines.append(f"warning: {training.lost_threshold}")
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -127,6 +130,8 @@ def _say_result(console: Console, run: "Run") -> None:
     spent = math.inf if summary.epsilon is None else summary.epsilon
     table.add_row("epsilon", f"{spent:.5g} at delta {summary.delta:.3g}" if summary.private else "infinite")
     table.add_row("tau at the end", span(run.training.history[-1].tau))
+    if summary.lost_threshold:
+        table.add_row("warning", escape(summary.lost_threshold))
     if summary.certificate is not None:
         table.add_row("certificate", f"mean of E||grad f||^2 <= {summary.certificate.total:.4g}")
     if summary.certificate_refused is not None:

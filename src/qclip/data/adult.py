@@ -70,7 +70,7 @@ def adult(data_dir: Path | None) -> Task:
         partial(models.linear, inputs, 2),
         classification_losses,
         scorer(held_out, classification),
-        Defaults(batch_size=1024, epochs=10, learning_rate=2.0),
+        Defaults(batch_size=1024, epochs=10, learning_rate=2.0, tau=tables.longest_row(SCHEMA.values())),
         description,
     )
 

@@ -52,7 +52,7 @@ def csv_file(
         partial(models.linear, inputs.shape[1], goal.outputs),
         goal.loss,
         scorer(held_out, goal.measure),
-        _defaults(len(train), goal),
+        _defaults(len(train), goal, tables.longest_row(encodings.values())),
         f"{len(train)} rows, {len(held_out)} held out (every 6th); {_columns_in_words(encodings)}; {goal.description}",
     )
 
@@ -177,10 +177,10 @@ def _squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().squeeze(1)
 
 
-def _defaults(rows: int, goal: Goal) -> Defaults:
+def _defaults(rows: int, goal: Goal, tau: float) -> Defaults:
     """What worked on files of 100 to 30,000 rows. A number is foretold by smaller steps than a class."""
-    rate = 2.0 if goal.loss is classification_losses else 0.1
-    return Defaults(batch_size=min(1024, math.ceil(rows / 3)), epochs=20, learning_rate=rate)
+    rate = 2.0 if goal.loss is classification_losses else 0.3
+    return Defaults(batch_size=min(1024, math.ceil(rows / 3)), epochs=20, learning_rate=rate, tau=tau)
 
 
 def _columns_in_words(encodings: Mapping[str, Encoding]) -> str:

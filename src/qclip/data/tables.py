@@ -2,7 +2,8 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from qclip import _validate as check
 from qclip.data import files
-from qclip.data.columns import Column, Encoding
+from qclip.data.columns import Column, Dropped, Encoding
 
 
 @dataclass(frozen=True)
@@ -51,3 +52,17 @@ def encode(columns: Mapping[str, Column], encodings: Mapping[str, Encoding]) -> 
     """The inputs of all columns that have an encoding, side by side, [rows, inputs]."""
     blocks = [encoding.encode(columns[name]).astype(np.float32) for name, encoding in encodings.items()]
     return torch.from_numpy(np.hstack(blocks))
+
+
+def longest_row(encodings: Iterable[Encoding]) -> float:
+    """The largest norm of a row's inputs, with the 1 that the bias is multiplied by: each column has at most length 1.
+
+    Where a linear model of a table is clipped. The gradient of a row is its inputs, times how wrong the model is: at
+    most sqrt(2) times, for classes, and then nearly certain of a wrong one; only rows that it is far off on are
+    clipped. A quantile would be no use: where most rows are easy, as they are when a class is rare, it vanishes.
+
+    >>> from qclip.data.columns import Magnitude
+    >>> longest_row([Dropped()] * 5), longest_row([Magnitude()] * 8)
+    (1.0, 3.0)
+    """
+    return math.sqrt(1 + sum(not isinstance(encoding, Dropped) for encoding in encodings))

@@ -19,12 +19,14 @@ HELD_OUT_EVERY = 6
 
 @dataclass(frozen=True)
 class Defaults:
-    """Settings for SGD that work at epsilon = 3, with the 0.7-quantile of the gradient norms as threshold."""
+    """Settings for SGD that work at epsilon = 3."""
 
     batch_size: int
     epochs: int
     learning_rate: float
     """In units of the threshold (`make_private(normalize=True)`)."""
+    tau: float | None = None
+    """Where to clip, from what is public; when None, at the 0.7-quantile of the gradient norms."""
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,11 @@ def _headline(record: Record) -> str:
 
 
 def _notes(record: Record) -> Iterator[str]:
+    if lost := record.summary.lost_threshold:
+        yield (
+            f"{escape(lost[:1].upper() + lost[1:])}. <b>Look at the scores with care:</b> such a run may have learnt "
+            "nothing but which class is the most frequent, and an accuracy does not show it."
+        )
     if not record.finished:
         yield f"This run is not finished: {words.steps(record)} steps are done. Epsilon is what they spent."
     if not record.private:
@@ -101,6 +106,7 @@ def _threshold(record: Record) -> Iterator[str]:
         "An example's gradient is shortened to the threshold if it is longer, so that no example counts for more.",
         "The noise is in proportion to it: a high threshold drowns the gradient in noise, a low one distorts it.",
         "Nobody set it by hand: it follows the gradients, so that a fraction p of the examples stays as it is."
+        + (" Here it has lost them: see the note above." if record.summary.lost_threshold else "")
         if words.quantile(record)
         else "It was given beforehand and does not depend on the data.",
         f"The {count} groups of parameters have one each." if count > 1 else "",
@@ -131,7 +137,8 @@ def _unclipped(record: Record) -> Iterator[str]:
         f"Dots: what the run learnt at each step{noise}." if len(record.groups) <= figures.FEW else "",
         f"Lines: running means over {figures.window(len(record.steps))} steps.",
         "Dashed: the target p. A line near it says that the threshold follows; one below it, that the threshold is too "
-        "low, as it may be at the start; one above it, that it is too high."
+        "low, as it may be at the start; one above it, that it is too high, or that none is low enough: more gradients "
+        "vanish than p allows, and the threshold falls to its lower bound."
         if record.targets is not None
         else "",
     )

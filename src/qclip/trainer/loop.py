@@ -83,6 +83,7 @@ def _step_line(run: Run, raw_loss: float) -> dict[str, Any]:
         "tau": record.tau,
         "noisy_unclipped": record.noisy_unclipped,
         "step_size": record.step_size,
+        "lost": record.lost,
         "epsilon": run.training.epsilon_curve(record.step + 1),
     }
     return line | {"raw_loss": raw_loss} if run.settings.write_raw_loss else line

@@ -192,6 +192,7 @@ def _defaults(task: Task) -> dict[str, Any]:
         "epochs": found.epochs,
         "lr": found.learning_rate,
         "p": 0.7,
+        "tau": found.tau,
     }
 
 

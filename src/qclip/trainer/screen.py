@@ -59,7 +59,8 @@ class Screen:
 def _state(line: Mapping[str, Any]) -> str:
     unclipped = line["noisy_unclipped"]
     shown = f"  unclipped {sum(unclipped) / len(unclipped):.2f}" if unclipped else ""
-    return f"tau {span(line['tau'])}{shown}  epsilon {_number(line['epsilon'])}"
+    lost = " (lost)" if line["lost"] else ""
+    return f"tau {span(line['tau'])}{lost}{shown}  epsilon {_number(line['epsilon'])}"
 
 
 def span(values: Sequence[float]) -> str:

@@ -64,12 +64,15 @@ class Settings:
     """What applies the noisy gradients."""
     threshold: Annotated[
         ThresholdName | None,
-        _option("{private-quantile,slack,histogram,geometric,constant,exact,rolling}", "private-quantile"),
+        _option(
+            "{private-quantile,slack,histogram,geometric,constant,exact,rolling}",
+            "private-quantile; constant for tables, unless --p is given",
+        ),
     ] = None
     """Where to clip. Exact and rolling quantiles are not private: they need --noise-multiplier."""
     p: Annotated[float | None, _option("FLOAT", "0.7")] = None
     """The fraction of examples to leave unclipped."""
-    tau: Annotated[float | None, _option("FLOAT")] = None
+    tau: Annotated[float | None, _option("FLOAT", "for tables the root of the number of columns")] = None
     """Where --threshold constant clips."""
     groups: Annotated[Literal["flat", "per-layer"] | None, _option("{flat,per-layer}", "flat")] = None
     """Which parameters are clipped together."""
@@ -170,8 +173,11 @@ class Settings:
         choices: dict[str, Any] = common | dict(task_defaults) | {"device": device, "delta": 1 / (10 * examples)}
         if self.noise_multiplier is None:
             choices["epsilon"] = 3.0
-        if self.threshold == "constant":
-            del choices["p"]
+        # A task may know where to clip; p and the certificate are about a quantile.
+        if choices.get("tau") is not None and (self.threshold, self.p, self.L) == (None, None, None):
+            choices["threshold"] = "constant"
+        constant = (self.threshold or choices["threshold"]) == "constant"
+        choices.pop("p" if constant else "tau", None)
         if self.optimizer == "adam":
             choices["lr"] = 0.01
         if self.L is not None:

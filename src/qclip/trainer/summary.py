@@ -37,6 +37,7 @@ def summarise(run: Run, *, exact: bool) -> Summary:
         noise_multiplier=plan.noise_multiplier,
         gradient_noise_multiplier=training.noise_multipliers.gradient,
         threshold=describe(training.threshold),
+        lost_threshold=training.lost_threshold,
         groups=list(training.groups),
         parameters=sum(p.numel() for p in run.model.parameters() if p.requires_grad),
         settings=run.settings.public(),
