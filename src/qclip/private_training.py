@@ -23,6 +23,7 @@ from qclip.guard import Guard
 from qclip.history import History, StepRecord
 from qclip.logical_batch import LogicalBatch, Noise
 from qclip.losses import PerExample
+from qclip.noise_source import NoiseSource
 from qclip.run_certificate import Departures
 from qclip.sampling import Ticket, TicketLoader, sampler
 from qclip.schedules import Schedule
@@ -120,7 +121,7 @@ class PrivateTraining:
         """Epsilon against steps done: `epsilon` on a grid, rounded up, for progress and records."""
 
         sampling, noise = np.random.SeedSequence(seed).spawn(2)
-        self._noise = torch.Generator(self._device).manual_seed(int(noise.generate_state(1, np.uint64)[0]))
+        self._noise = NoiseSource(noise)
         self.loader = TicketLoader(
             source,
             sampler(plan.sampling, plan.dataset_size, plan.batch_size, sampling),
@@ -267,7 +268,7 @@ class PrivateTraining:
         between = self._logical is None and self.loader.tickets.front is None
         secrets = {
             "sampling": {"entropy": seed.entropy, "spawn_key": tuple(seed.spawn_key)},
-            "noise": {"device": self._device.type, "state": self._noise.get_state()},
+            "noise": {"kind": self._device.type, **self._noise.state_dict()},
             # In the middle of a logical batch the run goes back to where that batch was fetched.
             "random": checkpoint.random_states() if between else self._random_states,
         }
@@ -294,10 +295,12 @@ class PrivateTraining:
             return
         sampling = secrets["sampling"]
         self.loader.reseed(np.random.SeedSequence(sampling["entropy"], spawn_key=sampling["spawn_key"]))
-        if secrets["noise"]["device"] == self._device.type:
-            self._noise.set_state(secrets["noise"]["state"].cpu())
-        else:  # a state of another kind: fresh noise, whatever the seed was
-            self._noise.seed()
+        if secrets["noise"].get("kind") == self._device.type:
+            self._noise.load_state_dict(secrets["noise"])
+        else:
+            # Another kind of device rounds otherwise, so this cannot become the run that would have been; and noise
+            # that is added to two different sums can be subtracted. So fresh noise, whatever the seed was.
+            self._noise = NoiseSource()
         if secrets["random"] is not None:
             checkpoint.restore_random_states(secrets["random"])
 
