@@ -1,6 +1,6 @@
 """Clipping: from what the sites contribute to norms, factors and clipped sums. Nothing here waits for the device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Final, NamedTuple
 
@@ -92,8 +92,13 @@ def group_norms(
     norms = torch.stack(raw, 1)
     finite = norms.isfinite().all(1)
     usable = finite & keep
-    room = ROOM * max((torch.finfo(square.norms.dtype).eps for each in squares for square in each), default=0.0)
+    room = rounding_room(square.norms.dtype for each in squares for square in each)
     return Norms(keep, raw, scaled, torch.where(usable[:, None], norms, torch.inf), usable, finite, room)
+
+
+def rounding_room(dtypes: Iterable[torch.dtype]) -> float:
+    """Which part of its bound an example must leave, where norms and sums have these precisions."""
+    return ROOM * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def _total(squares: Sequence[Tensor], zero: Tensor) -> Tensor:
