@@ -1,14 +1,14 @@
 """Gaussian noise: what makes a raw sum a release. Its size is read off the value, never passed beside it."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
 
-from qclip import noise_kernel
+from qclip import noise_cpu, noise_kernel
+from qclip.noise_source import NoiseSource
 from qclip.theory import group_noise
 
 
@@ -36,7 +36,7 @@ class BoundedSum:
 def release(
     value: BoundedSum,
     noise_multiplier: float,
-    generator: torch.Generator,
+    source: NoiseSource,
     *,
     divisor: float = 1.0,
     like: Mapping[str, Tensor] | None = None,
@@ -44,67 +44,37 @@ def release(
     """The sum with Gaussian noise, over ``divisor``: as private as one Gaussian release at ``noise_multiplier``.
 
     The noise of the sum is that many times its L2 bound with one group; with several it is shared so that its total
-    power is least (`qclip.theory.group_noise`). Guarantees: every coordinate gets independent noise, in the precision
-    of the sum, from this generator alone, and only then is rounded to the precision of the tensor it is ``like``; a
-    multiplier of 0 draws nothing. Torch's generators are not cryptographic, and the CPU's uses 32 bits of its seed.
+    power is least (`qclip.theory.group_noise`). Guarantees: every coordinate gets independent noise, from this source
+    alone; it is added in float64, and the result is rounded to a multiple of `grid_spacing` before it gets the
+    precision of the tensor it is ``like``, so that its last bits tell nothing about the sum; a multiplier of 0 draws
+    nothing.
     """
     like = {} if like is None else like
     dtypes = {name: like[name].dtype if name in like else raw.dtype for name, raw in value.tensors.items()}
     if noise_multiplier == 0:
         return {name: (raw / divisor).to(dtypes[name]) for name, raw in value.tensors.items()}
     stds = [std / divisor for std in noise_stds(value, noise_multiplier)]
-    noisy = {}
-    for names in _buckets(value, dtypes):
+    together: dict[tuple[torch.device, torch.dtype, bool], list[str]] = {}
+    for name, raw in value.tensors.items():
+        fused = noise_kernel.usable(raw, dtypes[name])
+        together.setdefault((raw.device, dtypes[name], fused), []).append(name)
+    noisy: dict[str, Tensor] = {}
+    for (_, dtype, fused), names in together.items():
         raws = [value.tensors[name] for name in names]
         spread = [stds[value.members[name]] for name in names]
-        fused = noise_kernel.usable(raws) and dtypes[names[0]] in _FUSED
-        add = noise_kernel.noisy_sums if fused else _noisy_sums
-        noisy.update(zip(names, add(raws, spread, 1 / divisor, generator, dtypes[names[0]]), strict=True))
+        add = noise_kernel.noisy_sums if fused else noise_cpu.noisy_sums
+        found = add(raws, spread, [grid_spacing(std) for std in spread], 1 / divisor, source, dtype)
+        noisy.update(zip(names, found, strict=True))
     return {name: noisy[name] for name in value.tensors}
 
 
-BUCKET: Final = 2**25
-"""How many numbers are drawn at once."""
-_FUSED = (torch.float32, torch.bfloat16)
+def grid_spacing(std: float) -> float:
+    """The distance of neighbouring released values: the largest power of two up to 2^-16 of the noise's deviation.
 
-
-def _buckets(value: BoundedSum, dtypes: Mapping[str, torch.dtype]) -> Iterator[list[str]]:
-    """Names whose noise is drawn at once: one launch for many tensors, and no second copy of all of them."""
-    names: list[str] = []
-    numbers = 0
-    for name, raw in value.tensors.items():
-        alike = names and (raw.dtype, dtypes[name]) == (value.tensors[names[0]].dtype, dtypes[names[0]])
-        if names and (not alike or (numbers + raw.numel() > BUCKET and not noise_kernel.usable([raw]))):
-            yield names
-            names, numbers = [], 0
-        names.append(name)
-        numbers += raw.numel()
-    yield names
-
-
-def _noisy_sums(
-    raws: Sequence[Tensor], stds: Sequence[float], scale: float, generator: torch.Generator, dtype: torch.dtype
-) -> list[Tensor]:
-    """``scale * raw + std * normal``, by torch's own operations: the twin of the kernel."""
-    found = _drawn(raws, stds, generator)
-    torch._foreach_add_(found, list(raws), alpha=scale)
-    if found[0].dtype == dtype:
-        return found
-    rounded = [torch.empty_like(x, dtype=dtype) for x in found]
-    torch._foreach_copy_(rounded, found)
-    return rounded
-
-
-def _drawn(raws: Sequence[Tensor], stds: Sequence[float], generator: torch.Generator) -> list[Tensor]:
-    """Normal numbers of these shapes and standard deviations, in one piece of memory."""
-    lengths = [raw.numel() for raw in raws]
-    noise = torch.empty(sum(lengths), dtype=raws[0].dtype, device=raws[0].device)
-    noise.normal_(0.0, stds[0], generator=generator)
-    # .data: each part has a version of its own, so that a change to one does not look like a change to all.
-    parts = [part.view(raw.shape).data for part, raw in zip(noise.split(lengths), raws, strict=True)]
-    if any(std != stds[0] for std in stds):
-        torch._foreach_mul_(parts, [std / stds[0] for std in stds])
-    return parts
+    Floating-point numbers that are added leave a trace of both in the last bits of their sum, whatever the noise. All
+    values on one grid, which depends on public numbers only, have no such bits.
+    """
+    return math.ldexp(1.0, math.frexp(std)[1] - 17)
 
 
 def noise_stds(value: BoundedSum, noise_multiplier: float) -> tuple[float, ...]:

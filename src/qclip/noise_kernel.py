@@ -3,7 +3,8 @@
 
 The sum is read once and the noisy gradient written once; the noise itself never lies in memory. Normal numbers come
 from Philox counters and the Box-Muller transform, as those of torch's own CUDA generator do, with the same 2^-33 as the
-smallest uniform number.
+smallest uniform number: they end at 6.76. Angles have 32 bits, and from there on all is in float64: the noise must be
+much finer than the grid that is rounded to, or its own grid would tell where the sum was.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qclip._transfer import sent
+from qclip.noise_source import NoiseSource
 
 BLOCK: Final = 512
 """Normal numbers come in fours; one program makes four blocks."""
@@ -26,37 +28,48 @@ else:
     triton = None
 
 
-def usable(raws: Sequence[Tensor]) -> bool:
-    """Whether the kernel takes these sums: float32, contiguous, on one GPU, with Triton installed."""
-    first = raws[0].device
-    return (
-        triton is not None
-        and first.type == "cuda"
-        and all(x.dtype == torch.float32 and x.device == first and x.is_contiguous() for x in raws)
-    )
+def usable(raw: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel takes this sum: float32, contiguous, on a GPU, with Triton; for float32 or bfloat16."""
+    fits = raw.dtype == torch.float32 and dtype in (torch.float32, torch.bfloat16) and raw.is_contiguous()
+    return triton is not None and raw.is_cuda and fits
 
 
 def noisy_sums(
-    raws: Sequence[Tensor], stds: Sequence[float], scale: float, generator: torch.Generator, dtype: torch.dtype
+    raws: Sequence[Tensor],
+    stds: Sequence[float],
+    spacings: Sequence[float],
+    scale: float,
+    source: NoiseSource,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
-    """``scale * raw + std * normal``, in float32 and then rounded; ``dtype`` is float32 or bfloat16.
+    """``scale * raw + std * normal`` in float64, to the nearest multiple of ``spacing``; then rounded to ``dtype``.
 
-    The generator gives a fresh seed of 64 bits for each call.
+    All on one GPU. Each call has 128 fresh secret bits: Philox's key, and the half of its counters that does not count.
     """
     device = raws[0].device
-    lengths = tuple(raw.numel() for raw in raws)
-    rows, starts, total = _table(lengths, device)
+    rows, starts, total = _table(tuple(raw.numel() for raw in raws), device)
     memory = torch.empty(total, dtype=dtype, device=device)
-    seed = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=device)
     addresses = _sent(tuple(raw.data_ptr() for raw in raws), torch.int64, device)
-    spreads = _sent(tuple(stds), torch.float32, device)
+    sizes = _sent(_sizes(stds, spacings, scale), torch.float64, device)
+    secret = sent(torch.tensor(_signed(source.words())), device)
     aligned = all(raw.data_ptr() % 16 == 0 for raw in raws)
     with torch.cuda.device(device):
         kernel: Any = _add_noise
-        arguments = rows, addresses, spreads, memory, seed, scale
+        arguments = rows, addresses, sizes, memory, secret
         kernel[(len(rows),)](*arguments, ALIGNED=aligned, FAST=torch.version.hip is None, BLOCK=BLOCK, num_warps=4)
     parts = [memory.as_strided(raw.shape, raw.stride(), start) for start, raw in zip(starts, raws, strict=True)]
     return [part.data for part in parts]  # each with a version of its own: a change to one is not a change to all
+
+
+def _sizes(stds: Sequence[float], spacings: Sequence[float], scale: float) -> tuple[float, ...]:
+    """For each tensor: deviation and scale in units of the spacing, a power of two, which rounds nothing; and it."""
+    pairs = zip(stds, spacings, strict=True)
+    return tuple(size for std, spacing in pairs for size in (std / spacing, scale / spacing, spacing))
+
+
+def _signed(words: Sequence[int]) -> list[int]:
+    """Words of 64 bits as torch has them."""
+    return [word - (word >> 63 << 64) for word in words]
 
 
 @lru_cache(maxsize=16)
@@ -84,10 +97,9 @@ if triton is not None:
     def _add_noise(
         rows,
         addresses,
-        stds,
+        sizes,
         memory,
-        seed,
-        scale,
+        secret,
         ALIGNED: tl.constexpr,
         FAST: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -101,22 +113,20 @@ if triton is not None:
             raw = tl.multiple_of(raw, 16)
         count = tl.load(rows + 4 * program + 2)
         target = memory + tl.multiple_of(tl.load(rows + 4 * program + 3), 64)
-        std = tl.load(stds + tensor)
-        key = tl.load(seed)
+        sizes += 3 * tensor
         if count == 4 * BLOCK:  # nearly always; a mask makes loads and stores narrow
-            _four_blocks(raw, target, count, key, program, std, scale, True, FAST, BLOCK)
+            _four_blocks(raw, target, count, secret, program, sizes, True, FAST, BLOCK)
         else:
-            _four_blocks(raw, target, count, key, program, std, scale, False, FAST, BLOCK)
+            _four_blocks(raw, target, count, secret, program, sizes, False, FAST, BLOCK)
 
     @triton.jit
     def _four_blocks(
         raw,
         target,
         count,
-        seed,
+        secret,
         program,
-        std,
-        scale,
+        sizes,
         WHOLE: tl.constexpr,
         FAST: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -128,31 +138,39 @@ if triton is not None:
         sums_2 = _get(raw, count, BLOCK + here, WHOLE)
         sums_3 = _get(raw, count, 2 * BLOCK + here, WHOLE)
         sums_4 = _get(raw, count, 3 * BLOCK + here, WHOLE)
-        a, b, c, d = tl.philox(seed, here, zero + program, zero, zero)
+        key, upper = tl.load(secret), tl.load(secret + 1)
+        third, fourth = zero + upper.to(tl.int32), zero + (upper >> 32).to(tl.int32)
+        a, b, c, d = tl.philox(key, here, zero + program, third, fourth)
         noise_1, noise_2 = _normals(a, b, FAST)
         noise_3, noise_4 = _normals(c, d, FAST)
-        _put(target, count, here, scale * sums_1 + std * noise_1, WHOLE)
-        _put(target, count, BLOCK + here, scale * sums_2 + std * noise_2, WHOLE)
-        _put(target, count, 2 * BLOCK + here, scale * sums_3 + std * noise_3, WHOLE)
-        _put(target, count, 3 * BLOCK + here, scale * sums_4 + std * noise_4, WHOLE)
+        _put(target, count, here, _on_grid(sums_1, noise_1, sizes), WHOLE)
+        _put(target, count, BLOCK + here, _on_grid(sums_2, noise_2, sizes), WHOLE)
+        _put(target, count, 2 * BLOCK + here, _on_grid(sums_3, noise_3, sizes), WHOLE)
+        _put(target, count, 3 * BLOCK + here, _on_grid(sums_4, noise_4, sizes), WHOLE)
+
+    @triton.jit
+    def _on_grid(sums, noise, sizes):
+        """The noisy sum, to the nearest multiple of the spacing."""
+        std, scale, spacing = tl.load(sizes), tl.load(sizes + 1), tl.load(sizes + 2)
+        return spacing * tl.floor(scale * sums.to(tl.float64) + (std * noise + 0.5))
 
     @triton.jit
     def _normals(a, b, FAST: tl.constexpr):
         """Two independent normal numbers from two random words, by the Box-Muller transform."""
-        radius = tl.sqrt(-2.0 * _log(_uniform(a), FAST))
-        # A whole turn in quarters: series of sine and cosine up to an eighth of a turn are exact to rounding, and
-        # cheaper than functions that also take large angles.
-        quarters = 4.0 * _uniform(b)
-        whole = tl.floor(quarters + 0.5)
-        x = 1.5707963267948966 * (quarters - whole)
+        radius = tl.sqrt(-2.0 * _log(_uniform(a), FAST)).to(tl.float64)
+        # Two bits of the word say which quarter of a turn, the others how far from its middle. Up to an eighth of a
+        # turn short series of sine and cosine are off by less than 3e-8, and cheaper than functions for any angle.
+        word = b.to(tl.uint32, bitcast=True)
+        quarter = (word >> 30).to(tl.int32)
+        rest = (word & 0x3FFFFFFF).to(tl.int32) - 0x20000000
+        x = 1.4629180792671596e-9 * (rest.to(tl.float64) + 0.5)  # a quarter of a turn over 2^30
         y = x * x
         sine = x + x * y * (-1.6666667e-1 + y * (8.3333333e-3 + y * (-1.9841270e-4 + y * 2.7557319e-6)))
         cosine = 1.0 + y * (-0.5 + y * (4.1666667e-2 + y * (-1.3888889e-3 + y * 2.4801587e-5)))
-        quarter = whole.to(tl.int32) & 3
         swapped = (quarter & 1) == 1
-        across = tl.where(swapped, sine, cosine) * tl.where((quarter == 1) | (quarter == 2), -1.0, 1.0)
-        up = tl.where(swapped, cosine, sine) * tl.where(quarter >= 2, -1.0, 1.0)
-        return radius * across, radius * up
+        across = tl.where(swapped, sine, cosine) * tl.where((quarter == 1) | (quarter == 2), -radius, radius)
+        up = tl.where(swapped, cosine, sine) * tl.where(quarter >= 2, -radius, radius)
+        return across, up
 
     @triton.jit
     def _log(x, FAST: tl.constexpr):
@@ -181,7 +199,8 @@ if triton is not None:
 
     @triton.jit
     def _put(target, count, at, noisy, WHOLE: tl.constexpr):
+        rounded = noisy.to(tl.float32).to(target.dtype.element_ty)
         if WHOLE:
-            tl.store(target + at, noisy.to(target.dtype.element_ty))
+            tl.store(target + at, rounded)
         else:
-            tl.store(target + at, noisy.to(target.dtype.element_ty), mask=at < count)
+            tl.store(target + at, rounded, mask=at < count)

@@ -28,6 +28,7 @@ from qclip.history import History, StepRecord
 from qclip.logical_batch import LogicalBatch, Noise
 from qclip.losses import PerExample
 from qclip.lost_threshold import WINDOW, LostThreshold, explain, lost_groups
+from qclip.noise_source import NoiseSource
 from qclip.run_certificate import Departures
 from qclip.sampling import Ticket, TicketLoader, dataset_of, dataset_size, sampler
 from qclip.schedules import Schedule
@@ -126,7 +127,7 @@ class PrivateTraining:
         """Epsilon against steps done: `epsilon` on a grid, rounded up, for progress and records."""
 
         sampling, noise = np.random.SeedSequence(seed).spawn(2)
-        self._noise = torch.Generator(self._device).manual_seed(int(noise.generate_state(1, np.uint64)[0]))
+        self._noise = NoiseSource(noise)
         self.loader = TicketLoader(
             source,
             sampler(plan.sampling, dataset_size(source), plan.batch_size, plan.sample_rate, sampling),
@@ -291,7 +292,7 @@ class PrivateTraining:
         return {
             "sampling": {"entropy": seed.entropy, "spawn_key": tuple(seed.spawn_key)},
             "data": self._data.under(seed),
-            "noise": {"device": self._device.type, "state": self._noise.get_state()},
+            "noise": {"kind": self._device.type, **self._noise.state_dict()},
             # In the middle of a logical batch the run goes back to where that batch was fetched.
             "random": checkpoint.random_states() if between else self._random_states,
         }
@@ -312,10 +313,12 @@ class PrivateTraining:
         if secrets is None:
             return
         self.loader.reseed(_sampling_seed(secrets))
-        if secrets["noise"]["device"] == self._device.type:
-            self._noise.set_state(secrets["noise"]["state"].cpu())
-        else:  # a state of another kind: fresh noise, whatever the seed was
-            self._noise.seed()
+        if secrets["noise"].get("kind") == self._device.type:
+            self._noise.load_state_dict(secrets["noise"])
+        else:
+            # Another kind of device rounds otherwise, so this cannot become the run that would have been; and noise
+            # that is added to two different sums can be subtracted. So fresh noise, whatever the seed was.
+            self._noise = NoiseSource()
         if secrets["random"] is not None:
             checkpoint.restore_random_states(secrets["random"])
 

@@ -48,9 +48,12 @@ def test_gradients_above_the_threshold_are_scaled_to_it():
     torch.testing.assert_close(found.norms, torch.tensor([10.0, 0.5, 0.0]))
 
 
-def test_a_gradient_at_the_threshold_is_left_alone():
-    found = oracle.clipped_gradients(ZERO, half_square, X[:1], Y[:1], 10.0)
+def test_a_gradient_within_the_threshold_is_left_alone():
+    """At it, it gives way to rounding."""
+    found = oracle.clipped_gradients(ZERO, half_square, X[:1], Y[:1], 10.0001)
     assert torch.equal(found.sums["weight"], torch.tensor([[6.0, 8.0]]))
+    at = oracle.clipped_gradients(ZERO, half_square, X[:1], Y[:1], 10.0).sums["weight"].double()
+    assert 10 * (1 - 3e-6) < torch.linalg.vector_norm(at) < 10
 
 
 def test_weight_and_bias_share_one_norm_when_flat():

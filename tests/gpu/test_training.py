@@ -15,6 +15,7 @@ pytest.importorskip("rich")
 from engine.driven import as_traced
 from gpu.device import DEVICE, ON_GPU, cuda_only
 from qclip.data_fingerprint import DataFingerprint
+from qclip.noise_source import NoiseSource
 from qclip.thresholds import Constant, PrivateQuantile
 from test_compile import assert_same_run, dataset, fused, inside, make, network, parameters, unbroken_and_resumed
 
@@ -109,7 +110,7 @@ def test_a_resumed_run_without_its_noise_is_another(tmp_path):
             break
     first[0].save(tmp_path / "run.pt")
     second[0].load(tmp_path / "run.pt")
-    second[0]._noise.manual_seed(1)
+    second[0]._noise = NoiseSource(1)
     fused(*first)
     fused(*second)
     assert not torch.allclose(parameters(first[1]), parameters(second[1]), rtol=1e-5, atol=1e-6)

@@ -19,6 +19,7 @@ from qclip.bench.step import CLIP_NORM, NOISE_MULTIPLIER, Step
 from qclip.bench.workload import Workload
 from qclip.engine import CostModel, Engine
 from qclip.engine.compiled import Compiled
+from qclip.noise_source import NoiseSource
 
 
 def plain(workload: Workload, compile_mode: str | None = None) -> Step:
@@ -48,7 +49,7 @@ def qclip(
     engine = Engine(workload.model, groups=groups, costs=costs)
     # As in a private run, which does not wait for the device before the end of a logical batch.
     clipped = engine.clipped if compile_mode is None else partial(Compiled(engine, compile_mode).clipped, wait=False)
-    generator = torch.Generator(workload.device).manual_seed(0)
+    source = NoiseSource(0)
     dims = mechanism.group_dims(engine.parameters, engine.groups.members, len(engine.groups))
 
     def evaluate(batch: Batch) -> Tensor:
@@ -59,7 +60,7 @@ def qclip(
         result = clipped(evaluate, workload.batch, CLIP_NORM)
         raw_sum = mechanism.BoundedSum(result.sums, engine.groups.members, result.clip_norms, dims)
         noisy = mechanism.release(
-            raw_sum, NOISE_MULTIPLIER, generator, divisor=workload.case.batch, like=engine.parameters
+            raw_sum, NOISE_MULTIPLIER, source, divisor=workload.case.batch, like=engine.parameters
         )
         for name, parameter in engine.parameters.items():
             parameter.grad = noisy[name]

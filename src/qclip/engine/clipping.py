@@ -1,6 +1,6 @@
 """Clipping: from what the sites contribute to norms, factors and clipped sums. Nothing here waits for the device."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Final, NamedTuple
 
@@ -16,6 +16,9 @@ FEW: Final = 4
 """How many squared norms are added up one by one."""
 SMALL: Final = 2**14
 """How many numbers a gradient that joins a bundle may have."""
+ROOM: Final = 16
+"""How far clipped examples stay below their bound, in the spacings of numbers at 1: for the rounding of norms, factors
+and products, which otherwise let every other example add a little more than its bound."""
 
 
 class Bundle(NamedTuple):
@@ -59,6 +62,8 @@ class Norms(NamedTuple):
     """[B]: the examples that count and are finite."""
     finite: Tensor
     """[B]: those that are finite, whether they count or not: the others spoil a sum even at a factor of 0."""
+    room: float
+    """What rounding may make of a norm, a factor and their product, relative to them."""
 
 
 def norm_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
@@ -87,7 +92,13 @@ def group_norms(
     norms = torch.stack(raw, 1)
     finite = norms.isfinite().all(1)
     usable = finite & keep
-    return Norms(keep, raw, scaled, torch.where(usable[:, None], norms, torch.inf), usable, finite)
+    room = rounding_room(square.norms.dtype for each in squares for square in each)
+    return Norms(keep, raw, scaled, torch.where(usable[:, None], norms, torch.inf), usable, finite, room)
+
+
+def rounding_room(dtypes: Iterable[torch.dtype]) -> float:
+    """Which part of its bound an example must leave, where norms and sums have these precisions."""
+    return ROOM * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def _total(squares: Sequence[Tensor], zero: Tensor) -> Tensor:
@@ -105,6 +116,7 @@ def clip_factors(norms: Norms, limits: Tensor, *, hasty: bool = False) -> list[T
     examples are finite.
     """
     counted = norms.keep if hasty else norms.usable
+    limits = limits * (1 - norms.room)  # for all: a norm that seems to be within its limit may be beyond it
     factors = []
     for k, (raw, scaled) in enumerate(zip(norms.raw, norms.scaled, strict=True)):
         factor = (limits[k] / scaled).clamp(max=1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from qclip.engine import batch as batches
 from qclip.engine import faults
+from qclip.engine.clipping import rounding_room
 from qclip.engine.engine import call
 from qclip.engine.groups import ClipNorm, GroupSpec, partition
 from qclip.engine.parts import accumulator
@@ -111,6 +112,8 @@ def clip(
     parts = partition(parameters, groups)
     thresholds = parts.thresholds(clip_norm)
     sums = {name: torch.zeros_like(p, dtype=accumulator(p)) for name, p in parameters.items()}
+    room = rounding_room(total.dtype for total in sums.values())  # what is clipped stays so far below its bound
+    limits = [(1 - room) * threshold for threshold in thresholds]
     norms, losses = [], []
     for i, example in enumerate(examples):
         losses.append(example.loss)
@@ -123,7 +126,8 @@ def clip(
         if not squares.sum().isfinite():
             squares.fill_(torch.inf)
             continue
-        factors = [min(1.0, c / max(float(norm), 1e-300)) for c, norm in zip(thresholds, squares.sqrt(), strict=True)]
+        pairs = zip(limits, squares.sqrt().tolist(), strict=True)
+        factors = [min(1.0, limit / max(norm, 1e-300)) for limit, norm in pairs]
         for name, gradient in example.gradients.items():
             sums[name] += gradient.to(sums[name].dtype) * factors[parts.members[name]]
     group_norms = torch.stack(norms).sqrt() if norms else torch.zeros(0, len(parts), device=device)

@@ -65,7 +65,7 @@ class SlackQuantile(Threshold[tuple[Group, ...]]):
 
     def __post_init__(self) -> None:
         level(self.p, 0)
-        check.between("outer_radius", self.outer_radius, INNER_RADIUS, 1, "0.95, or 0.98 where noise is small")
+        check.between("outer_radius", self.outer_radius, INNER_RADIUS, 0.999, "0.95, or 0.98 where noise is small")
         check_range(self.initial, self.tau_min, self.tau_max)
 
     @property

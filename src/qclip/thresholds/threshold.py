@@ -47,6 +47,10 @@ class Count:
         return max((1 - c) ** 2 + (bins - 1) * c**2, bins * c**2)  # in one bin, or in none
 
 
+ROOM = 2e-6
+"""How much of its bound an example with slack leaves: more than the rounding of its norm and of its coordinates."""
+
+
 @dataclass(frozen=True)
 class Slack:
     """A free question: how many norms lie within each radius, told by what unclipped examples leave of their bound.
@@ -56,19 +60,19 @@ class Slack:
     threshold, so the sensitivity, the noise and the cost stay what they were (docs/theory.md, section 11).
 
     >>> [round(a, 6) for a in Slack(((3.0, 4.0),)).coefficients((5.0,))[0]]
-    [2.645749, 2.999997]
+    [2.645751, 2.999983]
     """
 
     radii: Grid
     """Ascending in each group, below its threshold."""
 
     def coefficients(self, clip_norms: Sequence[float]) -> Grid:
-        """The coordinate a_k of each radius, a millionth smaller than allowed, for the rounding of sums."""
-        return tuple(_steps((*radii, tau)) for radii, tau in zip(self.radii, clip_norms, strict=True))
+        """The coordinate a_k of each radius, for a threshold that is a little lower: norms and sums are rounded."""
+        return tuple(_steps((*radii, (1 - ROOM) * tau)) for radii, tau in zip(self.radii, clip_norms, strict=True))
 
 
 def _steps(radii: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple((1 - 1e-6) * math.sqrt((high - low) * (high + low)) for low, high in pairwise(radii))
+    return tuple(math.sqrt((high - low) * (high + low)) for low, high in pairwise(radii))
 
 
 @dataclass(frozen=True)
