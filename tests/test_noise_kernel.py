@@ -37,9 +37,8 @@ def launched(raws, stds, scale, seed, dtype, aligned=True, fast=False, spacings=
     rows, starts, total = noise_kernel._table(tuple(raw.numel() for raw in raws), device)
     memory = torch.full((total,), torch.nan, dtype=dtype, device=device)
     addresses = torch.tensor([x.data_ptr() for x in raws], device=device)
-    sizes = torch.tensor(noise_kernel._sizes(stds, spacings, scale), dtype=torch.float64, device=device)
-    secret = torch.tensor(noise_kernel._signed((seed % 2**64, seed >> 64)), device=device)
-    arguments = rows, addresses, sizes, memory, secret
+    numbers = noise_kernel._numbers((seed % 2**64, seed >> 64), stds, spacings, scale).to(device)
+    arguments = rows, addresses, numbers, memory
     noise_kernel._add_noise[(len(rows),)](*arguments, ALIGNED=aligned, FAST=fast, BLOCK=noise_kernel.BLOCK)
     parts = [memory[start : start + raw.numel()] for start, raw in zip(starts, raws, strict=True)]
     return [part.float().cpu().numpy() for part in parts]
@@ -201,7 +200,7 @@ def test_the_secret_comes_from_the_source(monkeypatch):
 
     class Kernel:
         def __getitem__(self, grid):
-            return lambda rows, addresses, sizes, memory, secret, **options: secrets.append(tuple(secret.tolist()))
+            return lambda rows, addresses, numbers, memory, **options: secrets.append(tuple(numbers[:2].tolist()))
 
     monkeypatch.setattr(noise_kernel, "_add_noise", Kernel(), raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
@@ -218,7 +217,7 @@ def test_the_secret_comes_from_the_source(monkeypatch):
             assert parts[1]._version == versions[1]
     assert secrets[:2] == secrets[2:4]
     assert len(set(secrets)) == 4
-    assert secrets[0] == tuple(noise_kernel._signed(NoiseSource(0).words()))
+    assert tuple(word % 2**64 for word in secrets[0]) == NoiseSource(0).words()
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -250,7 +249,7 @@ def test_the_fast_logarithm_compiles_for_a_gpu(tmp_path, monkeypatch):
     """Triton's interpreter cannot run it."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pointers = {"rows": "*i64", "addresses": "*i64", "sizes": "*fp64", "memory": "*bf16", "secret": "*i64"}
+    pointers = {"rows": "*i64", "addresses": "*i64", "numbers": "*i64", "memory": "*bf16"}
     settings = {"ALIGNED": True, "BLOCK": noise_kernel.BLOCK}
     fast, exact = (
         compile_for_a_gpu(noise_kernel._add_noise, **pointers, **settings, FAST=each).asm["ptx"]

@@ -81,6 +81,8 @@ class Guard:
         One that a step took up waits no longer, even where nothing shows that the parameter moved: an optimizer that
         writes to ``.data`` leaves its version as it was.
         """
+        if not self._released:  # as nearly always: asked at every physical batch
+            return False
         waiting = (self._applicable(parameter) for parameter in self._parameters.values())
         return any(released is not None and released.applied_to is None for released in waiting)
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,27 +50,25 @@ def noisy_sums(
     device = raws[0].device
     rows, starts, total = _table(tuple(raw.numel() for raw in raws), device)
     memory = torch.empty(total, dtype=dtype, device=device)
-    addresses = _sent(tuple(raw.data_ptr() for raw in raws), torch.int64, device)
-    sizes = _sent(_sizes(stds, spacings, scale), torch.float64, device)
-    secret = sent(torch.tensor(_signed(source.words())), device)
+    addresses = _sent(tuple(raw.data_ptr() for raw in raws), device)
+    numbers = sent(_numbers(source.words(), stds, spacings, scale), device)
     aligned = all(raw.data_ptr() % 16 == 0 for raw in raws)
     with torch.cuda.device(device):
         kernel: Any = _add_noise
-        arguments = rows, addresses, sizes, memory, secret
+        arguments = rows, addresses, numbers, memory
         kernel[(len(rows),)](*arguments, ALIGNED=aligned, FAST=torch.version.hip is None, BLOCK=BLOCK, num_warps=4)
     parts = [memory.as_strided(raw.shape, raw.stride(), start) for start, raw in zip(starts, raws, strict=True)]
     return [part.data for part in parts]  # each with a version of its own: a change to one is not a change to all
 
 
-def _sizes(stds: Sequence[float], spacings: Sequence[float], scale: float) -> tuple[float, ...]:
-    """For each tensor: deviation and scale in units of the spacing, a power of two, which rounds nothing; and it."""
+def _numbers(words: Sequence[int], stds: Sequence[float], spacings: Sequence[float], scale: float) -> Tensor:
+    """What is new at every launch, in one piece, [2 + 3 tensors] of 64 bits each: the secret words, and floats.
+
+    For each tensor deviation and scale in units of the spacing, a power of two, which rounds nothing; and the spacing.
+    """
     pairs = zip(stds, spacings, strict=True)
-    return tuple(size for std, spacing in pairs for size in (std / spacing, scale / spacing, spacing))
-
-
-def _signed(words: Sequence[int]) -> list[int]:
-    """Words of 64 bits as torch has them."""
-    return [word - (word >> 63 << 64) for word in words]
+    sizes = np.array([size for std, spacing in pairs for size in (std / spacing, scale / spacing, spacing)])
+    return torch.from_numpy(np.concatenate([np.array(words, np.uint64).view(np.int64), sizes.view(np.int64)]))
 
 
 @lru_cache(maxsize=16)
@@ -86,9 +85,9 @@ def _table(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, list
 
 
 @lru_cache(maxsize=16)
-def _sent(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _sent(values: tuple[int, ...], device: torch.device) -> Tensor:
     """On the device, without waiting for it; steps that are replayed have their sums in the same places."""
-    return sent(torch.tensor(values, dtype=dtype), device)
+    return sent(torch.tensor(values), device)
 
 
 if triton is not None:
@@ -97,9 +96,8 @@ if triton is not None:
     def _add_noise(
         rows,
         addresses,
-        sizes,
+        numbers,
         memory,
-        secret,
         ALIGNED: tl.constexpr,
         FAST: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -113,11 +111,11 @@ if triton is not None:
             raw = tl.multiple_of(raw, 16)
         count = tl.load(rows + 4 * program + 2)
         target = memory + tl.multiple_of(tl.load(rows + 4 * program + 3), 64)
-        sizes += 3 * tensor
+        sizes = numbers.to(tl.pointer_type(tl.float64)) + 2 + 3 * tensor
         if count == 4 * BLOCK:  # nearly always; a mask makes loads and stores narrow
-            _four_blocks(raw, target, count, secret, program, sizes, True, FAST, BLOCK)
+            _four_blocks(raw, target, count, numbers, program, sizes, True, FAST, BLOCK)
         else:
-            _four_blocks(raw, target, count, secret, program, sizes, False, FAST, BLOCK)
+            _four_blocks(raw, target, count, numbers, program, sizes, False, FAST, BLOCK)
 
     @triton.jit
     def _four_blocks(

@@ -85,9 +85,10 @@ class State:
     @staticmethod
     def of(model: nn.Module, criterion: nn.Module | None = None, *, by_value: bool = False) -> "State":
         """Now."""
-        tensors = dict(named_tensors(model, criterion))
-        values = {name: constants.values(x) for name, x in tensors.items() if is_constant(name, x)}
-        return State({name: (x, x._version) for name, x in tensors.items()}, values if by_value else None)
+        tensors = {name: (x, x._version) for name, x in named_tensors(model, criterion)}
+        if not by_value:
+            return State(tensors, None)
+        return State(tensors, {name: constants.values(x) for name, (x, _) in tensors.items() if is_constant(name, x)})
 
     @property
     def constants(self) -> dict[str, Tensor]:
