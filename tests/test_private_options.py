@@ -335,7 +335,7 @@ def test_epsilon_is_dp_accountings_and_the_curve_is_never_below(kind, groups):
         done = len(training.history)
         if done % 4 == 1:
             exact = reference(kind, 1.5, 0.2, done, 1e-4)
-            assert training.epsilon() == pytest.approx(exact, rel=1e-12)
+            assert exact <= training.epsilon() <= exact * (1 + 1e-9)  # with room for the rounding of its transforms
             assert exact <= training.epsilon_curve(done)
     assert training.epsilon_curve(12) == pytest.approx(training.epsilon(), rel=1e-8)
     assert training.epsilon(1e-3) < training.epsilon(1e-5)

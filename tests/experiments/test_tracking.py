@@ -15,6 +15,7 @@ from qclip.experiments.tracking import Setting, Size, follow
 from qclip.thresholds import Constant, PrivateQuantile, SlackQuantile
 
 TINY = Size(("log-normal",), 60, 2)
+from qclip.thresholds.threshold import ROOM
 
 
 def test_it_compares_every_estimator_and_reports(tmp_path, monkeypatch):
@@ -64,8 +65,8 @@ def test_answers_have_the_noise_that_they_state_and_that_a_step_has():
     rng = np.random.default_rng(0)
     follow(Recorder(0.5, initial=1.0), stats.lognorm(1.0), np.zeros(400), setting, runs=20, rng=rng)
     ((inner, outer), *_) = TOLD[0].within_std
-    assert outer == pytest.approx(2.0 / math.sqrt(1 - 0.95**2) / 100, rel=1e-5)
-    assert inner == pytest.approx(2.0 / math.sqrt(0.95**2 - 0.8**2) / 100, rel=1e-5)
+    assert outer == pytest.approx(2.0 / math.sqrt((1 - ROOM) ** 2 - 0.95**2) / 100, rel=1e-9)
+    assert inner == pytest.approx(2.0 / math.sqrt(0.95**2 - 0.8**2) / 100, rel=1e-9)
     found = np.array([answer.noisy_within for answer in TOLD])[:, :, 1].ravel()
     truth = stats.lognorm(1.0).cdf(0.95)
     # 8000 draws: the mean is known up to 0.001, the standard deviation up to 0.8 %. Five of these fail one time in 1e6.

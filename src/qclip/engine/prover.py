@@ -105,22 +105,25 @@ class Prover:
         )
         unseen, reached = checks.unseen_parameters(run.losses, run.capture.sites, engine.parameters)
         plan = prove(run.capture, unseen, reached, self._batch, run.count, self._rerun, modes)
-        fingerprint = self._require_totals(plan, modes)
+        fingerprint = self._require_totals(plan, modes, again=not unseen)
         if run.capture.routes or fingerprint != run.capture.fingerprint:
             require_owners(Repetition(run.capture, run.losses, random=False), plan)
         if run.count > 1 and any(map(is_rough, run.capture.sites)):
             self._require_separation_in_float32(plan, modes)
         return plan
 
-    def _require_totals(self, plan: Plan, modes: Modes) -> Any:
+    def _require_totals(self, plan: Plan, modes: Modes, *, again: bool) -> Any:
         """Refuse a plan by which gradients do not add up to autograd's; what kind of forward pass it was.
 
         Where an example's gradient is a sum that nearly cancels, rounding alone may be larger than what is left of it:
-        what seems wrong is computed again in float64.
+        what seems wrong is computed ``again`` in float64. Not where the loss knows of parameters by a way that is not
+        seen: float64 is that of copies, of which it does not know.
         """
         try:
             return self._add_up(plan, modes, self._batch)
         except Refusal as refusal:
+            if not again:
+                raise
             batch = self._cast(self._batch, torch.float64)
             try:
                 with self._engine.in_precision(torch.float64):
@@ -133,6 +136,8 @@ class Prover:
         with modes.perturbed():
             with run.random_state.replayed():
                 again = engine.record(self._evaluate, batch, run.count)
+            if [site.parameters for site in again.capture.sites] != [site.parameters for site in run.capture.sites]:
+                raise Refusal("the model uses other parameters there")
             expected = plain_gradients(again.losses, engine.parameters)
             everyone = torch.ones(run.count, dtype=torch.bool, device=again.losses.device)
             parts = engine.collect(again, plan, everyone, self._evaluate, batch)
