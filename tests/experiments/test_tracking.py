@@ -13,9 +13,9 @@ from qclip import accounting
 from qclip.experiments import tracking
 from qclip.experiments.tracking import Setting, Size, follow
 from qclip.thresholds import Constant, PrivateQuantile, SlackQuantile
+from qclip.thresholds.threshold import ROOM
 
 TINY = Size(("log-normal",), 60, 2)
-from qclip.thresholds.threshold import ROOM
 
 
 def test_it_compares_every_estimator_and_reports(tmp_path, monkeypatch):
