@@ -97,7 +97,7 @@ def same(a, b):
 
 @pytest.mark.parametrize(
     ("name", "door"),
-    every(4, [(name, door) for i, name in enumerate(THRESHOLDS) for door in (DOORS if i % 2 else DOORS[::-1])]),
+    every(7, [(name, door) for i, name in enumerate(THRESHOLDS) for door in (DOORS if i % 2 else DOORS[::-1])]),
 )
 def test_a_resumed_run_is_the_run_that_would_have_been(name, door, tmp_path):
     threshold = THRESHOLDS[name]

@@ -103,7 +103,7 @@ def shown(found, finite):
 
 @pytest.mark.parametrize(
     "case",
-    every(8, CASES, name=attrgetter("id"), always=lambda case: case.id in EAGER and case not in MODELS),
+    every(12, CASES, name=attrgetter("id"), always=lambda case: case.id in EAGER and case not in MODELS),
 )
 def test_equals_the_oracle(case, traced):
     """One graph serves the batch whole, masked, with examples that are not finite, and in part."""

@@ -26,7 +26,7 @@ ERRATA = {
 }
 
 
-QUICK = ERRATA | {
+QUICK = ERRATA - {"noise-floor-at-fixed-budget"} | {
     "corollary-bias-floor",
     "theorem1-constant",
     "schedule-removes-bias",
