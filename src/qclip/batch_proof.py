@@ -15,15 +15,15 @@ from torch.utils import _pytree as pytree
 
 from qclip import _validate as check
 from qclip.engine import Engine, Refusal
+from qclip.engine.constants import same
 from qclip.engine.perturbation import perturbed
 from qclip.engine.precision import in_digits_of
+from qclip.engine.proof import TOLERANCE
 from qclip.engine.prover import CALLS_FOR_REFUSAL, first_line, in_evaluation
 from qclip.engine.randomness import RandomState
 from qclip.engine.repeatable import repeatably
 from qclip.fetch import Fetch
 
-TOLERANCE: Final = 1e-4
-"""By how much of itself a loss may differ."""
 MOST: Final = 32
 """How many examples are collated again."""
 
@@ -83,14 +83,10 @@ def _origin(leaf: Any, place: int, given: Any) -> Origin | None:
     if not isinstance(given, Tensor) or given.numel() != leaf.numel():
         return None
     given = given.to(leaf.device, leaf.dtype)
-    if _equal(given.reshape(leaf.shape), leaf):
+    if same(given.reshape(leaf.shape), leaf):
         return Origin(place, leaf)
-    turned = given.dim() > 1 and given.transpose(0, 1).shape == leaf.shape and _equal(given.transpose(0, 1), leaf)
+    turned = given.dim() > 1 and same(given.transpose(0, 1), leaf)
     return Origin(place, leaf, transposed=True) if turned else None
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return bool(((a == b) | ((a != a) & (b != b))).all())  # noqa: PLR0124 - NaN is not itself
 
 
 class FetchProof:
@@ -135,9 +131,10 @@ class FetchProof:
             pair = (batch, len(items)), (other, len(changed))
             if self._agree(*pair, stay, evaluate):
                 continue
-            with in_evaluation(self._engine.model):  # for other shapes a model draws other numbers
-                if self._engine.draws and self._agree(*pair, stay, evaluate):
-                    continue
+            if self._engine.draws:  # for other shapes a model draws other numbers
+                with in_evaluation(self._engine.model):
+                    if self._agree(*pair, stay, evaluate):
+                        continue
             raise self._refusal(reshaped=_shapes(other) != _shapes(batch))
 
     def _agree(self, one: "Sized", other: "Sized", stay: list[int], evaluate: "Evaluate") -> bool:

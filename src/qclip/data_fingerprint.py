@@ -1,7 +1,6 @@
 """The fingerprint of a data set: whether a run goes on with the data that it began with."""
 
 import hashlib
-import random
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from qclip import _validate as check
 from qclip import checkpoint
 from qclip._transfer import sent
 from qclip.dataset_parts import Part, parts
+from qclip.engine.randomness import seed_all
 
 SAMPLE = 256
 """How many items are looked at where a data set does not show all of its bytes."""
@@ -108,9 +108,7 @@ def _of_items(dataset: Dataset[Any], key: bytes) -> str | None:
 
 
 def _fetch(dataset: Dataset[Any], place: int) -> Any:
-    torch.default_generator.manual_seed(place)
-    np.random.seed(place % 2**32)  # noqa: NPY002 - a data set may use it
-    random.seed(place)
+    seed_all(place)
     return dataset[place]
 
 

@@ -389,13 +389,14 @@ class PrivateTraining:
                 name, given, value = f"{part}[{key!r}]", mine.get(key), value.get(key)
             remedy = "make the training with the same arguments, or start a new run"
             raise check.refuse(name, given, f"{value!r}, as in the checkpoint", remedy)
+        execution = self._execution()
         for name, value in (state["execution"] or {}).items():
-            if self._execution()[name] != value:
+            if execution[name] != value:
                 remedy = (
                     "give it the same: the model draws random numbers, and with others the steps since the checkpoint "
                     "would be released again with the same noise, which could then be subtracted; or start a new run"
                 )
-                raise check.refuse(name, self._execution()[name], f"{value!r}, as in the checkpoint", remedy)
+                raise check.refuse(name, execution[name], f"{value!r}, as in the checkpoint", remedy)
         if len(state["history"]) < len(self._records):
             remedy = "make a new training to go back: the steps done since would be forgotten, but not their cost"
             raise check.refuse(

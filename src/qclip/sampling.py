@@ -1,7 +1,6 @@
 """Sampling: who joins each logical step, cut into physical batches; every physical batch carries a ticket."""
 
 import math
-import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -26,6 +25,7 @@ from torch.utils.data import (
 from qclip import _validate as check
 from qclip._transfer import sent
 from qclip.engine.batch import tensors
+from qclip.engine.randomness import seed_all
 from qclip.fetch import reads_lists
 
 
@@ -347,9 +347,7 @@ def _index(request: int | Request) -> int:
 
 def _seed(request: int | Request) -> None:
     if isinstance(request, Request):
-        torch.default_generator.manual_seed(request.seed)
-        np.random.seed(request.seed % 2**32)  # noqa: NPY002 - a data set may use it
-        random.seed(request.seed)
+        seed_all(request.seed)
 
 
 class _Draws:

@@ -145,10 +145,10 @@ def is_constant(name: str, x: Tensor) -> bool:
 
 
 def _owner(name: str, model: nn.Module, criterion: nn.Module | None) -> nn.Module:
-    path = name.rpartition(".")[0]
+    root = model
     if criterion is not None and name.startswith(CRITERION):
-        return criterion.get_submodule(path.removeprefix(CRITERION.rstrip(".")).lstrip("."))
-    return model.get_submodule(path)
+        root, name = criterion, name.removeprefix(CRITERION)
+    return root.get_submodule(name.rpartition(".")[0])
 
 
 def require_gradient_mode() -> None:

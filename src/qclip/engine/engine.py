@@ -365,8 +365,8 @@ class Engine:
         if often:
             warnings.warn(
                 f"{', '.join(map(repr, often))} changed between steps {_OFTEN} times by more than was proven, and the "
-                "model is proven again each time, which is slow; pass what changes with the batch, one value for each "
-                "example, or change it less often",
+                "model is proven again each time, which is slow; change it less often, or let it be floating-point "
+                "numbers that drift",
                 stacklevel=2,
             )
 

@@ -58,6 +58,13 @@ class RandomState:
             present.restore()
 
 
+def seed_all(seed: int) -> None:
+    """Seed the generators that a data set may draw from: torch's on the CPU, Python's and numpy's."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+
+
 _T = torch.Tensor
 _DRAWS = {
     torch.randn, torch.rand, torch.randint, torch.randn_like, torch.rand_like, torch.randint_like, torch.normal,
