@@ -94,8 +94,8 @@ def _bare(steps: int) -> None:
 
 
 def _settings() -> dict[str, dict]:
-    from qclip.problems import Gaussian, HeavyTailedQuadratic, Pareto
     from qclip.schedules import coupled
+    from qclip.simulation.problems import Gaussian, HeavyTailedQuadratic, Pareto
 
     gaussian = HeavyTailedQuadratic(DIM, Gaussian(0.3))
     pareto = HeavyTailedQuadratic(DIM, Pareto(2.5, 0.5, one_sided=True))
@@ -108,7 +108,7 @@ def _settings() -> dict[str, dict]:
 
 
 def _run(what: str, *, steps: int, loop: Loop) -> None:
-    from qclip.simulate import simulate
+    from qclip.simulation.simulate import simulate
 
     simulate(steps=steps, x0=np.ones(DIM), seeds=SEEDS, loop=loop, **_settings()[what])
 

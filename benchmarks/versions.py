@@ -81,9 +81,9 @@ def work(case: str, device: str, dtype: str, compiled: str, warm_up: str) -> Non
     from torch.utils.data import TensorDataset
 
     import qclip
-    from qclip.bench.cases import chosen
-    from qclip.bench.precision import precision_named
-    from qclip.bench.workload import workload
+    from qclip.apps.bench.cases import chosen
+    from qclip.apps.bench.precision import precision_named
+    from qclip.apps.bench.workload import workload
 
     place = torch.device(device)
     (row,) = chosen([case], place)

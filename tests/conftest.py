@@ -7,7 +7,7 @@ import torch
 from hypothesis import core, settings
 
 import margins
-from qclip import mechanism
+from qclip.training import noise
 
 
 def pytest_addoption(parser):
@@ -43,12 +43,12 @@ class Recorder:
     def __init__(self, replay=None):
         self.values, self.stds, self.released = [], [], []
         self._replay = None if replay is None else iter(replay)
-        self._release = mechanism.release
+        self._release = noise.release
 
     def __call__(self, value, noise_multiplier, generator, **options):
         raw = {name: tensor.clone() for name, tensor in value.tensors.items()}
         self.values.append(replace(value, tensors=raw))
-        self.stds.append(mechanism.noise_stds(value, noise_multiplier))
+        self.stds.append(noise.noise_stds(value, noise_multiplier))
         fresh = self._replay is None
         noisy = self._release(value, noise_multiplier, generator, **options) if fresh else next(self._replay)
         self.released.append({name: tensor.clone() for name, tensor in noisy.items()})
@@ -62,7 +62,7 @@ def make_recorder(monkeypatch):
     def make(replay=None):
         monkeypatch.undo()
         found = Recorder(replay)
-        monkeypatch.setattr(mechanism, "release", found)
+        monkeypatch.setattr(noise, "release", found)
         return found
 
     return make

@@ -28,8 +28,8 @@ SUITES = [
     "engine/test_sensitivity.py",
     "engine/test_shapes.py",
     "integrations/test_transformers.py",
-    "test_mechanism.py",
-    "test_noise_kernel.py",
+    "training/test_noise.py",
+    "engine/test_noise_kernel.py",
 ]
 SETTINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     "as it is": ({}, []),

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qclip.run_folder import RunFolder
-from qclip.run_summary import Summary
+from qclip.apps.run_folder import RunFolder
+from qclip.apps.run_summary import Summary
 
 
 def made_run(

@@ -11,7 +11,7 @@ from scipy.special import log_ndtr
 from scipy.stats import norm
 
 from qclip import accounting
-from qclip.training_plan import plan_training
+from qclip.training.plan import plan_training
 
 
 def asked_directly(kind, z, rate, steps, delta):

@@ -34,8 +34,8 @@ def asked_for_by(module: str) -> set[str]:
         ("qclip.theory", "scipy", {"numba", "dp_accounting"}),
         ("qclip.accounting", "dp_accounting", set()),
         ("qclip.schedules", "scipy", {"numba", "dp_accounting"}),
-        ("qclip.problems", "scipy", set()),
-        ("qclip.simulate", "scipy", set()),
+        ("qclip.simulation.problems", "scipy", set()),
+        ("qclip.simulation.simulate", "scipy", set()),
     ],
 )
 def test_imports_stay_light(module, needed, others):

@@ -8,11 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qclip import accounting, engine, problems, schedules, simulate, theory
-    from qclip.engine import clipped_gradients, explain, register_rule
-    from qclip.lost_threshold import LostThreshold
-    from qclip.private import make_private
-    from qclip.private_training import PrivateTraining
+    from qclip import accounting, engine, schedules, theory, thresholds
+    from qclip._validate import Refusal
+    from qclip.engine import CostModel, clipped_gradients, explain, register_rule
+    from qclip.simulation import problems, simulate
     from qclip.thresholds import (
         Constant,
         ExactQuantile,
@@ -22,18 +21,27 @@ if TYPE_CHECKING:
         RollingQuantile,
         SlackQuantile,
     )
+    from qclip.training.history import StepRecord
+    from qclip.training.lost_threshold import LostThreshold
+    from qclip.training.make import make_private
+    from qclip.training.rows import Repeated
+    from qclip.training.run import PrivateTraining
 
 __version__ = "0.1.0"
 __all__ = [
     "Constant",
+    "CostModel",
     "ExactQuantile",
     "GeometricQuantile",
     "HistogramQuantile",
     "LostThreshold",
     "PrivateQuantile",
     "PrivateTraining",
+    "Refusal",
+    "Repeated",
     "RollingQuantile",
     "SlackQuantile",
+    "StepRecord",
     "accounting",
     "clipped_gradients",
     "engine",
@@ -47,19 +55,24 @@ __all__ = [
     "thresholds",
 ]
 
+# Where names come from that are not modules.
 _HOMES = {
     "Constant": "thresholds",
+    "CostModel": "engine",
     "ExactQuantile": "thresholds",
     "GeometricQuantile": "thresholds",
     "HistogramQuantile": "thresholds",
-    "LostThreshold": "lost_threshold",
+    "LostThreshold": "training.lost_threshold",
     "PrivateQuantile": "thresholds",
-    "PrivateTraining": "private_training",
+    "PrivateTraining": "training.run",
+    "Refusal": "_validate",
+    "Repeated": "training.rows",
     "RollingQuantile": "thresholds",
     "SlackQuantile": "thresholds",
+    "StepRecord": "training.history",
     "clipped_gradients": "engine",
     "explain": "engine",
-    "make_private": "private",
+    "make_private": "training.make",
     "register_rule": "engine",
 }
 
@@ -68,9 +81,9 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"qclip.{_HOMES[name]}"), name)
     if name in __all__:
-        return import_module(f"qclip.{name}")
+        return import_module(f"qclip.simulation.{name}" if name in ("problems", "simulate") else f"qclip.{name}")
     raise AttributeError(f"module 'qclip' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted(__all__)

@@ -2,6 +2,6 @@
 
 import sys
 
-from qclip.cli import main
+from qclip.apps.cli import main
 
 sys.exit(main())

@@ -1,4 +1,4 @@
-"""One vocabulary of argument checks: each error names the argument, its value, the bound and the remedy."""
+"""Argument checks with one vocabulary of errors: each names the argument, its value, the bound and the remedy."""
 
 import math
 import operator
@@ -13,9 +13,13 @@ Floats = NDArray[Any]
 """An array of floats (numpy's stubs lose the dtype in most operations, so it is not spelled out)."""
 
 
-def refuse(name: str, value: object, bound: str, remedy: str) -> ValueError:
-    """The error every check raises: ``raise refuse("p", 1.2, "in (0, 1)", "pass a fraction")``."""
-    return ValueError(f"{name} = {value!r} must be {bound}; {remedy}")
+class Refusal(ValueError):
+    """What qclip raises when it refuses something; the message says what to do instead."""
+
+
+def refuse(name: str, value: object, bound: str, remedy: str) -> Refusal:
+    """Return the error of a failed check: ``raise refuse("p", 1.2, "in (0, 1)", "pass a fraction")``."""
+    return Refusal(f"{name} = {value!r} must be {bound}; {remedy}")
 
 
 def real(name: str, value: object, remedy: str = "pass a finite number") -> float:

@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from engine.driven import as_traced
-from qclip.engine import clipping
-from qclip.private import make_private
-from qclip.sampling import PoissonSampler
+from qclip.engine.gradients import clipping
 from qclip.thresholds import Constant, GeometricQuantile, HistogramQuantile, PrivateQuantile, SlackQuantile
+from qclip.training.make import make_private
+from qclip.training.sampling import PoissonSampler
 from shards import every
 
 THRESHOLDS = {
@@ -66,7 +66,7 @@ def ordinary(training, model, optimizer):
 
 def compiled(training, model, optimizer):
     """By compiled steps, which are traced here and not made into machine code."""
-    with mock.patch("qclip.engine.compiled.machine_code", as_traced):
+    with mock.patch("qclip.engine.compiled.driver.machine_code", as_traced):
         fused(training, model, optimizer)
 
 

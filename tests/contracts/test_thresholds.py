@@ -13,7 +13,7 @@ from scipy import stats
 pytest.importorskip("matplotlib")
 
 from qclip import schedules
-from qclip.experiments.tracking import Setting, follow
+from qclip.apps.experiments.tracking import Setting, follow
 from qclip.thresholds import (
     Answer,
     Conditions,

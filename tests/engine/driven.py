@@ -4,8 +4,8 @@ import torch
 
 from engine.cases import squared
 from qclip.engine import Engine
-from qclip.engine.compiled import Compiled
-from qclip.engine.engine import call
+from qclip.engine.compiled.driver import Compiled
+from qclip.engine.driver import call
 
 
 def as_traced(graph, inputs, options):

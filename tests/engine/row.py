@@ -12,7 +12,7 @@ from engine.cases.case import T
 from engine.compare import Expected, expected, fast, known, medians, scaled
 from qclip.engine import ClippedGradients, oracle
 from qclip.engine import batch as batches
-from qclip.engine.engine import call
+from qclip.engine.driver import call
 
 SHIELDED = {"embedding-all-padding", "interface-all-labels-ignored"}
 """Rows where padding or ignored labels keep everything from the parameters, NaN included."""

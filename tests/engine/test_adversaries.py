@@ -12,7 +12,7 @@ from engine.cases import Net
 from engine.cases.case import D, P, T, param, squared
 from engine.compare import assert_same
 from qclip.engine import Engine, Refusal, clipped_gradients, oracle
-from qclip.engine.perturbation import perturbed
+from qclip.engine.proof.perturbation import perturbed
 
 B = 4
 pytestmark = pytest.mark.filterwarnings("ignore:data decide which rows of the batch go where:UserWarning")

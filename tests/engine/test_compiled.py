@@ -23,12 +23,13 @@ from engine.cases.case import D, P, T, V
 from engine.compare import assert_same, distance, middle, patterns, quiet, slow, usual
 from engine.driven import Pair, as_traced, batch
 from engine.row import SHIELDED
-from qclip.engine import Engine, capture
+from qclip._validate import Refusal
+from qclip.engine import Engine
 from qclip.engine import batch as batches
-from qclip.engine.compiled import PROVEN, Compiled
-from qclip.engine.engine import call
-from qclip.engine.refusal import Refusal
-from qclip.engine.rewrites import clip_early
+from qclip.engine.capture import capture
+from qclip.engine.compiled.driver import PROVEN, Compiled
+from qclip.engine.compiled.rewrites import clip_early
+from qclip.engine.driver import call
 from shards import every, named
 
 pytestmark = quiet
@@ -54,7 +55,7 @@ EAGER = {
 @pytest.fixture
 def traced(monkeypatch):
     """The traced graph runs as it is."""
-    monkeypatch.setattr("qclip.engine.compiled.machine_code", as_traced)
+    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
 
 
 class Driven:
@@ -308,7 +309,7 @@ def test_a_wrong_step_is_not_used(monkeypatch):
         return compile
 
     for place in ("norms", "sums"):
-        monkeypatch.setattr("qclip.engine.compiled.machine_code", off(place))
+        monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", off(place))
         pair = Pair(mlp())
         with pytest.warns(UserWarning, match="does not give what the eager one gives"):
             found = pair.compiled(*data)
@@ -325,7 +326,7 @@ def test_a_step_that_draws_and_is_not_finite_is_not_used(monkeypatch):
 
         return run
 
-    monkeypatch.setattr("qclip.engine.compiled.machine_code", compile)
+    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", compile)
     pair, data = Pair(mlp(nn.Dropout(0.5))), batch(B, D)
     with pytest.warns(UserWarning, match="does not give what the eager one gives"):
         found = pair.compiled(*data)
@@ -348,7 +349,7 @@ def test_a_graph_that_was_rewritten_wrongly_is_not_used(model, place, monkeypatc
                 sums = [whole.call_function(torch.ops.aten.mul.Tensor, (value, 1.1)) for value in sums]
         out.args = ((*sums, norms, losses, finite),)
 
-    monkeypatch.setattr("qclip.engine.graph.clip_early", spoil)
+    monkeypatch.setattr("qclip.engine.compiled.graph.clip_early", spoil)
     pair, data = Pair(model()), batch(B, D)
     with pytest.warns(UserWarning, match="does not give what the eager one gives"):
         pair.compiled(*data)
@@ -369,7 +370,7 @@ def test_a_result_goes_when_nothing_uses_it(traced):
             if spoilt:
                 x[0] = torch.nan
             result = pair.compiled(x, y, wait=False)
-            held = [weakref.ref(value) for value in (*result.sums.values(), *result.settled().sums.values())]
+            held = [weakref.ref(value) for value in (*result.sums.values(), *result.resolve().sums.values())]
             del result
             assert all(each() is None for each in held)
     finally:
@@ -381,14 +382,14 @@ def test_a_result_is_settled_when_it_is_asked_for(traced):
     clean = pair.compiled(x, y, wait=False)
     assert clean.clean is not None
     assert bool(clean.clean)
-    assert_same(clean.settled(), pair.expected(x, y), 2e-5)
+    assert_same(clean.resolve(), pair.expected(x, y), 2e-5)
     x[[0, 3]] = torch.tensor([[torch.nan], [torch.inf]])  # the first one also fills up
     spoilt = pair.compiled(x, y, wait=False)
     assert not bool(spoilt.clean)
     assert not all(value.isfinite().all() for value in spoilt.sums.values())
-    settled = spoilt.settled()
-    assert (settled.clean, settled.repaired) == (None, None)
-    assert settled.settled() is settled
+    settled = spoilt.resolve()
+    assert (settled.clean, settled.recompute) == (None, None)
+    assert settled.resolve() is settled
     assert_same(settled, pair.expected(x, y), 2e-5)
     assert torch.equal(settled.norms, spoilt.norms)
 
@@ -523,7 +524,7 @@ def test_widened_layers(bias, grouping, monkeypatch, traced):
         monkeypatch.setattr(capture, "is_ragged", is_ragged)
         assert_same(pair.compiled(*data, clip_norm=0.5), expected, 2e-5)
         monkeypatch.undo()
-        monkeypatch.setattr("qclip.engine.compiled.machine_code", as_traced)
+        monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
     assert {5, 11} <= set(wide)
 
 

@@ -9,14 +9,14 @@ from torch import nn
 
 from engine.compare import distance
 from engine.driven import Pair, as_traced
-from qclip.engine.compiled import MOST_KINDS, _modules
-from qclip.engine.refusal import Refusal
+from qclip._validate import Refusal
+from qclip.engine.compiled.driver import MOST_KINDS, _modules
 
 
 @pytest.fixture(autouse=True)
 def traced(monkeypatch):
     """The traced graph runs as it is."""
-    monkeypatch.setattr("qclip.engine.compiled.machine_code", as_traced)
+    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
 
 
 class Penalty(torch.autograd.Function):
@@ -86,7 +86,7 @@ def test_what_changed_meanwhile_is_not_computed_again(changed):
     with torch.no_grad():
         (x if changed == "batch" else pair.model.first.weight).zero_()
     with pytest.raises(Refusal, match="changed in place meanwhile"):
-        found.settled()
+        found.resolve()
 
 
 @pytest.mark.parametrize("decide", [random.random, np.random.rand])

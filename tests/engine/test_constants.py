@@ -10,9 +10,9 @@ from engine.cases import Net
 from engine.cases.case import D, P, squared
 from engine.compare import assert_same
 from qclip.engine import Engine, Refusal, clipped_gradients, oracle
-from qclip.engine.compiled import Compiled
-from qclip.engine.constants import Snapshot, same, values
-from qclip.engine.perturbation import movable, perturbed
+from qclip.engine.capture.constants import Snapshot, same, values
+from qclip.engine.compiled.driver import Compiled
+from qclip.engine.proof.perturbation import movable, perturbed
 
 B = 6
 

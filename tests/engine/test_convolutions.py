@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qclip.engine import convolutions
-from qclip.engine.convolutions import Geometry, Windows, columns
+from qclip.engine.gradients import convolutions
+from qclip.engine.gradients.convolutions import Geometry, Windows, columns
 
 
 @pytest.mark.parametrize("kernel", [(3, 2), (2, 9)], ids=["short rows", "long rows"])

@@ -13,9 +13,10 @@ from torch import nn
 from engine.cases import Net
 from engine.cases.case import squared
 from engine.compare import assert_same
-from qclip.engine import CostModel, Dense, Engine, Outer, clipped_gradients, convolutions, explain, oracle
-from qclip.engine.convolutions import Geometry, Windows
-from qclip.engine.parts import Part, prepare, squared_norms, weighted_sum
+from qclip.engine import CostModel, Dense, Engine, Outer, clipped_gradients, explain, oracle
+from qclip.engine.gradients import convolutions
+from qclip.engine.gradients.convolutions import Geometry, Windows
+from qclip.engine.gradients.parts import Part, prepare, squared_norms, weighted_sum
 
 METHODS = ("gram", "direct", "kept")
 

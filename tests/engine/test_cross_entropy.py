@@ -13,8 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from engine.compare import assert_same
 from engine.driven import Pair
-from qclip.engine import capture, rewrites
-from qclip.engine.cross_entropy import one_pass_cross_entropy
+from qclip.engine.capture import capture
+from qclip.engine.compiled import rewrites
+from qclip.engine.compiled.cross_entropy import one_pass_cross_entropy
 from shards import every
 
 B, T, D, V = 7, 5, 6, 11
@@ -53,7 +54,7 @@ def rewriting(monkeypatch, most_classes):
         graphs.append((before, names(graph.graph)))
         return graph
 
-    monkeypatch.setattr("qclip.engine.compiled.machine_code", compile)
+    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", compile)
     return graphs
 
 
@@ -131,7 +132,7 @@ def test_the_gradient_is_as_wide_as_the_layer(monkeypatch):
         graph.recompile()
         return graph
 
-    monkeypatch.setattr("qclip.engine.compiled.machine_code", compile)
+    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", compile)
     pair, (x, y) = Pair(model(), cross_entropy), data(T)
     assert_same(pair.compiled(x, y, 0.3), pair.expected(x, y, 0.3), 2e-5)
     assert counts == [1, 0]

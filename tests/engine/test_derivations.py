@@ -9,8 +9,8 @@ from engine.cases import Net
 from engine.cases.case import param, squared
 from engine.compare import assert_same
 from qclip.engine import Dense, Outer, Rows, clipped_gradients, oracle
-from qclip.engine.capture import Capture
-from qclip.engine.derivations import keeps_norm, simplify, to_parameters
+from qclip.engine.capture.capture import Capture
+from qclip.engine.gradients.derivations import keeps_norm, simplify, to_parameters
 
 B = 7  # like no other size here
 

@@ -16,7 +16,8 @@ from engine.cases import Net
 from engine.cases.case import squared
 from engine.cases.hidden import ScaleForVmap
 from engine.compare import assert_same
-from qclip.engine import clipped_gradients, faults, oracle
+from qclip.engine import clipped_gradients, oracle
+from qclip.engine.capture import faults
 
 SHAPES = [
     (1, 4, 2, 3),

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qclip.engine import forms
-from qclip.engine.convolutions import Geometry, Windows
-from qclip.engine.forms import Dense, Outer, Rows, join, joint_squared_norms
+from qclip.engine.gradients import forms
+from qclip.engine.gradients.convolutions import Geometry, Windows
+from qclip.engine.gradients.forms import Dense, Outer, Rows, join, joint_squared_norms
 
 seeds = st.integers(0, 2**31)
 few = st.integers(1, 4)

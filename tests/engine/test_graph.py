@@ -12,15 +12,16 @@ from torch.utils.checkpoint import checkpoint
 from engine.cases import Net, squared
 from engine.compare import assert_same
 from engine.driven import Pair, as_traced, batch
-from qclip.engine import CostModel, Outer, compiled
-from qclip.engine.refusal import Refusal
+from qclip._validate import Refusal
+from qclip.engine import CostModel, Outer
+from qclip.engine.compiled import driver as compiled
 
 B, D, P = 7, 6, 5
 
 
 @pytest.fixture(autouse=True)
 def _as_traced(monkeypatch):
-    monkeypatch.setattr("qclip.engine.compiled.machine_code", as_traced)
+    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qclip.engine.layouts import Axis, Flat, Single, candidates
+from qclip.engine.gradients.layouts import Axis, Flat, Single, candidates
 
 B = 3
 

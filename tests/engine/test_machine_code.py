@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from qclip.engine.machine_code import machine_code
+from qclip.engine.compiled.machine_code import machine_code
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # the compiler's, of its own parts

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from qclip.bench import measure
-from qclip.data.models import Block
+from qclip.apps.bench import measure
+from qclip.apps.data.models import Block
 from qclip.engine import CostModel, Engine
-from qclip.engine.compiled import Compiled
+from qclip.engine.compiled.driver import Compiled
 
 VIEWS = (
     "view",
@@ -59,7 +59,7 @@ def step(checkpointed, groups):
         return model(batch).square().mean((1, 2))
 
     driver = Compiled(Engine(model, groups=groups))
-    with mock.patch("qclip.engine.compiled.machine_code", keep):
+    with mock.patch("qclip.engine.compiled.driver.machine_code", keep):
         found = driver.clipped(evaluate, x, 0.05)
     expected = driver.engine.clipped(evaluate, x, 0.05)
     for name, value in expected.sums.items():

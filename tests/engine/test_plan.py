@@ -14,9 +14,9 @@ from engine.cases.hidden import Scale, ScaleForVmap
 from engine.compare import assert_same
 from qclip.engine import Engine, Refusal, clipped_gradients, oracle
 from qclip.engine import batch as batches
-from qclip.engine.layouts import Axis, Flat
-from qclip.engine.perturbation import perturbed
-from qclip.engine.proof import _projected, halves
+from qclip.engine.gradients.layouts import Axis, Flat
+from qclip.engine.proof.perturbation import perturbed
+from qclip.engine.proof.proof import _projected, halves
 from qclip.engine.randomness import SameDraws
 
 MIXED = r"examples mix|cannot be attributed"
@@ -324,7 +324,7 @@ def test_a_watched_model_with_another_loss_is_proven_anew():
 def test_rules_registered_later_are_used():
     """A refusal says to register a rule; the same model must then be tried anew."""
     from qclip.engine import Dense, register_rule
-    from qclip.engine.rules import unregister_rule
+    from qclip.engine.gradients.rules import unregister_rule
 
     @torch.overrides.wrap_torch_function(lambda x, w: (x, w))
     def scale(x, w):

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from qclip.engine import clipping, forms, products
-from qclip.engine.convolutions import Geometry, Windows
-from qclip.engine.forms import Dense, Outer, Rows, joint_squared_norms
+from qclip.engine.gradients import clipping, forms
+from qclip.engine.gradients.convolutions import Geometry, Windows
+from qclip.engine.gradients.forms import Dense, Outer, Rows, joint_squared_norms
+from qclip.engine.gradients.parts import Part
 from qclip.engine.groups import Groups
-from qclip.engine.parts import Part
+from qclip.engine.kernels import products
 
 SLACK = 1 + 1e-5
 """Rounding of float32, as in test_sensitivity.py."""

@@ -23,9 +23,10 @@ from engine.cases import Net
 from engine.cases.case import D, P, V, frozen, ids, param, squared
 from engine.cases.hidden import Product
 from engine.compare import assert_same
-from qclip.engine import Dense, Engine, Outer, Refusal, clipped_gradients, explain, oracle, register_rule, running_state
-from qclip.engine.perturbation import perturbed
-from qclip.engine.rules import unregister_rule
+from qclip.engine import Dense, Engine, Outer, Refusal, clipped_gradients, explain, oracle, register_rule
+from qclip.engine.capture import running_state
+from qclip.engine.gradients.rules import unregister_rule
+from qclip.engine.proof.perturbation import perturbed
 
 B = 4
 

@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
+from qclip._validate import Refusal
 from qclip.engine import repeatable
-from qclip.engine.refusal import Refusal
 from qclip.engine.repeatable import repeatably
 
 GPU = torch.device("cuda")

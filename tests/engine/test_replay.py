@@ -6,8 +6,8 @@ What is recorded and replayed needs a GPU; how torch is told about memory does n
 import pytest
 import torch
 
-from qclip.engine import replay
-from qclip.engine.replay import _growing_memory
+from qclip.engine.compiled import replay
+from qclip.engine.compiled.replay import _growing_memory
 
 NAMES = ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"]
 ON, OFF = "expandable_segments:True", "expandable_segments:False"

@@ -7,7 +7,7 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from engine.driven import Pair
-from qclip.engine import rewrites
+from qclip.engine.compiled import rewrites
 
 
 def test_what_comes_late_moves_up_to_what_it_needs():
@@ -119,7 +119,7 @@ def test_an_input_gradient_is_a_transposed_convolution(layer, monkeypatch):
         graphs.append(graph)
         return graph
 
-    monkeypatch.setattr("qclip.engine.compiled.machine_code", compile)
+    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", compile)
     spatial = layer.weight.dim() - 2
     before = type(layer)(2, 3, 3, padding=1)
     pair = Pair(nn.Sequential(before, nn.Tanh(), layer, nn.Flatten()))

@@ -27,7 +27,7 @@ from engine.compare import (
 from engine.row import SHIELDED, Row
 from qclip.engine import ClippedGradients
 from qclip.engine import batch as batches
-from qclip.engine.engine import call
+from qclip.engine.driver import call
 
 pytestmark = quiet
 

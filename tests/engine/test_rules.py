@@ -14,10 +14,10 @@ from engine.cases.hidden import Scale
 from engine.compare import assert_same, quiet
 from qclip.engine import Dense, Engine, Outer, Rows, clipped_gradients, explain, oracle, register_rule
 from qclip.engine import batch as batches
-from qclip.engine.engine import call
-from qclip.engine.plan import gradient_forms
-from qclip.engine.rules import DECOMPOSITIONS, find, unregister_rule
-from qclip.engine.sites import output_gradients
+from qclip.engine.driver import call
+from qclip.engine.gradients.plan import gradient_forms
+from qclip.engine.gradients.rules import DECOMPOSITIONS, find, unregister_rule
+from qclip.engine.gradients.sites import output_gradients
 from shards import every
 
 pytestmark = quiet

@@ -9,8 +9,8 @@ from torch import nn
 from engine.cases import Net
 from engine.cases.case import D, P, squared
 from qclip.engine import Engine, Refusal, clipped_gradients
-from qclip.engine.precision import in_precision
-from qclip.engine.rules import registry
+from qclip.engine.gradients.rules import registry
+from qclip.engine.proof.precision import in_precision
 
 B = 12
 

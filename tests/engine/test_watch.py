@@ -15,7 +15,7 @@ from engine.cases import MODELS, STRUCTURE, WIRING, Net
 from engine.cases.case import D, P, param, squared
 from engine.compare import assert_same, distance, quiet
 from qclip.engine import Engine, Refusal, clipped_gradients, oracle
-from qclip.engine.engine import call
+from qclip.engine.driver import call
 from shards import every
 
 pytestmark = quiet

@@ -1,4 +1,4 @@
-"""The two bounds of a squared norm (`qclip.engine.forms.Squares`), on products of native 16-bit numbers.
+"""The two bounds of a squared norm (`qclip.engine.gradients.forms.Squares`), on products of native 16-bit numbers.
 
 The tests of tests/engine/test_products.py, where the CPU stands for a GPU, run here on one: its products, its order of
 additions, its kernels. In a rehearsal they run as they do there.
@@ -27,9 +27,10 @@ from engine.test_products import (
     true_grads,
 )
 from gpu.device import DEVICE, ON_GPU, cuda_only
-from qclip.engine import products, tf32
-from qclip.engine.convolutions import Geometry, Windows
-from qclip.engine.forms import Outer
+from qclip.engine import tf32
+from qclip.engine.gradients.convolutions import Geometry, Windows
+from qclip.engine.gradients.forms import Outer
+from qclip.engine.kernels import products
 from qclip.engine.kernels.gram import wins
 
 pytestmark = pytest.mark.gpu

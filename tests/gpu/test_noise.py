@@ -1,4 +1,4 @@
-"""The law of the noise, as drawn on a GPU: by the kernel itself, and as `mechanism.release` uses it.
+"""The law of the noise, as drawn on a GPU: by the kernel itself, and as `noise.release` uses it.
 
 Seeds are fixed, and each line says how often another seed would fail it. A rehearsal runs the kernel in Triton's
 interpreter on fewer numbers, and release by the kernel's twin.
@@ -14,12 +14,13 @@ pytest.importorskip("scipy")
 from scipy import stats
 
 from engine.test_kernels import interpreting
+from engine.test_noise_kernel import launched, twin
 from gpu.device import DEVICE, ON_GPU, cuda_only, moved, require_memory
 from noise_traces import SETTINGS, TAU, assert_equally_often, assert_on_grid, finer_than_the_sum
-from qclip import mechanism, noise_kernel
-from qclip.mechanism import grid_spacing
-from qclip.noise_source import NoiseSource
-from test_noise_kernel import launched, twin
+from qclip.engine.kernels import noise as noise_kernel
+from qclip.training import noise
+from qclip.training.noise import grid_spacing
+from qclip.training.noise_source import NoiseSource
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +54,7 @@ def kernel():
 
 
 @pytest.fixture(scope="module")
-def noise(kernel):
+def normals(kernel):
     """Standard normal numbers of the kernel, for two seeds."""
     return [kernel([torch.zeros(N)], [1.0], 1.0, seed, torch.float32)[0].astype(np.float64) for seed in SEEDS]
 
@@ -71,15 +72,15 @@ def assert_normal(sample, std=1.0):
     assert stats.kstest(sample[:1_000_000], "norm").pvalue > 1e-4
 
 
-def test_it_is_normal(noise):
-    for sample in noise:
+def test_it_is_normal(normals):
+    for sample in normals:
         assert_normal(sample)
         assert np.abs(sample).max() < 6.8  # sqrt(66 log 2), the largest that 2^-33 gives
 
 
-def test_its_tails_are_those_of_a_normal_number(noise):
+def test_its_tails_are_those_of_a_normal_number(normals):
     """Counts beyond 3 and 4 (and 4.5) standard deviations, on each side; a line fails one seed in 100,000."""
-    for sample in noise:
+    for sample in normals:
         for limit in (3.0, 4.0, 4.5):
             expected = stats.norm.sf(limit) * N
             for count in ((sample > limit).sum(), (sample < -limit).sum()):
@@ -87,21 +88,21 @@ def test_its_tails_are_those_of_a_normal_number(noise):
                 assert low <= count <= high
 
 
-def test_places_seeds_and_blocks_are_independent(noise):
+def test_places_seeds_and_blocks_are_independent(normals):
     """Each line fails one seed in 1.7 million; squares too, since two numbers share a radius."""
-    block, (first, second) = noise_kernel.BLOCK, noise
+    block, (first, second) = noise_kernel.BLOCK, normals
     for f in (lambda x: x, np.square):
         assert correlation(f(first), f(second)) < FIVE_SIGMA
         for lag in (1, 2, block, 2 * block, 3 * block, 4 * block, 8 * block):
             assert correlation(f(first[lag:]), f(first[:-lag])) < FIVE_SIGMA
 
 
-def test_it_is_its_twin(noise):
+def test_it_is_its_twin(normals):
     """Philox words and Box-Muller in float64, in numpy.
 
     Single numbers differ by more where the radius nearly vanishes: a float32 number below 1 is 2^-24 apart from it.
     """
-    for sample, seed in zip(noise, SEEDS, strict=True):
+    for sample, seed in zip(normals, SEEDS, strict=True):
         apart = np.abs(sample[:100_000] - twin(min(N, 100_000), seed))
         assert apart.max() < 4e-4
         assert np.quantile(apart, 0.999) < 1e-5 + grid_spacing(1.0) / 2
@@ -165,7 +166,9 @@ def test_sums_may_lie_anywhere():
         wide = torch.arange(6001.0)
         (aligned,) = launched([wide[1:].clone()], [0.7], 0.3, 11, torch.float32, True, True)
         (shifted,) = launched([wide[1:]], [0.7], 0.3, 11, torch.float32, False, True)
-        released = noise_kernel.noisy_sums([wide[1:]], [1e-9], [grid_spacing(1e-9)], 0.3, NoiseSource(0), torch.float32)
+        released = noise_kernel.noisy_sums(
+            [wide[1:]], [1e-9], [grid_spacing(1e-9)], 0.3, NoiseSource(0).words(), torch.float32
+        )
     assert np.array_equal(aligned, shifted)
     torch.testing.assert_close(released[0], 0.3 * wide[1:], rtol=1e-6, atol=0)
 
@@ -175,7 +178,7 @@ def test_noise_of_many_numbers():
     """One seed in 10,000 fails, at either end."""
     require_memory(40)
     raws = [torch.zeros(2**31 + 12345, device=DEVICE)]
-    (found,) = noise_kernel.noisy_sums(raws, [1.0], [grid_spacing(1.0)], 1.0, NoiseSource(0), torch.bfloat16)
+    (found,) = noise_kernel.noisy_sums(raws, [1.0], [grid_spacing(1.0)], 1.0, NoiseSource(0).words(), torch.bfloat16)
     for sample in (found[:100_000], found[-100_000:]):
         wide = sample.float() + (torch.rand_like(sample, dtype=torch.float32) - 0.5) * sample.float().abs() * 2.0**-8
         assert stats.kstest(wide.cpu().numpy(), "norm").pvalue > 1e-4
@@ -187,7 +190,7 @@ def value(size=N // 4):
     tensors = {name: torch.full(shape, 0.5, device=DEVICE) for name, shape in shapes.items()}
     tensors["wide"] = torch.zeros(5000, dtype=torch.float64, device=DEVICE)  # not for the kernel
     members = {name: int(name in "cd") for name in tensors}
-    return mechanism.BoundedSum(tensors, members, (2.0, 3.0), mechanism.group_dims(tensors, members, 2))
+    return noise.BoundedSum(tensors, members, (2.0, 3.0), noise.group_dims(tensors, members, 2))
 
 
 def test_a_release_has_the_stated_noise():
@@ -195,8 +198,8 @@ def test_a_release_has_the_stated_noise():
     sums, source = value(), NoiseSource(4)
     if ON_GPU:
         assert all(noise_kernel.usable(sums.tensors[name], torch.float32) for name in "abcd")
-    stds = mechanism.noise_stds(sums, 1.5)
-    steps = [mechanism.release(sums, 1.5, source, divisor=4.0) for _ in range(2)]
+    stds = noise.noise_stds(sums, 1.5)
+    steps = [noise.release(sums, 1.5, source, divisor=4.0) for _ in range(2)]
     found = [
         {name: (x.double() - sums.tensors[name] / 4).cpu().numpy().ravel() for name, x in noisy.items()}
         for noisy in steps
@@ -221,7 +224,7 @@ def test_the_same_seed_releases_the_same():
     runs = []
     for seed in (0, 0, 1):
         source = NoiseSource(seed)
-        runs.append([mechanism.release(sums, 1.5, source, like=like) for _ in range(2)])
+        runs.append([noise.release(sums, 1.5, source, like=like) for _ in range(2)])
     for one, other in zip(runs[0], runs[1], strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
         assert one["b"].dtype == torch.bfloat16
@@ -234,10 +237,10 @@ def test_the_same_seed_releases_the_same():
 
 def test_a_source_goes_on_where_its_state_was_saved():
     sums, source = value(5000), NoiseSource(9)
-    mechanism.release(sums, 1.0, source)
+    noise.release(sums, 1.0, source)
     state = source.state_dict()
-    expected = mechanism.release(sums, 1.0, source)
+    expected = noise.release(sums, 1.0, source)
     again = NoiseSource(1)
     again.load_state_dict(state)
-    found = mechanism.release(sums, 1.0, again)
+    found = noise.release(sums, 1.0, again)
     assert all(torch.equal(found[name], expected[name]) for name in expected)

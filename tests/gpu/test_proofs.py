@@ -8,7 +8,7 @@ from engine.cases import squared
 from engine.cases.case import token_loss
 from gpu.device import DEVICE, ON_GPU, cuda_only
 from qclip.engine import Engine, tf32
-from qclip.engine.engine import call
+from qclip.engine.driver import call
 
 pytestmark = pytest.mark.gpu
 

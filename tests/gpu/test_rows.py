@@ -15,7 +15,7 @@ from engine.test_rows import NOT_IN_BFLOAT16
 from gpu.device import DEVICE, ON_GPU, cuda_only, placed
 from qclip.engine import batch as batches
 from qclip.engine import tf32
-from qclip.engine.engine import call
+from qclip.engine.driver import call
 
 pytestmark = [pytest.mark.gpu, *quiet]
 

@@ -11,8 +11,8 @@ from torch import nn
 from engine.compare import distance
 from engine.driven import Pair, as_traced
 from gpu.device import DEVICE, ON_GPU, cuda_only
-from qclip.engine.compiled import Step
-from qclip.engine.replay import Replay
+from qclip.engine.compiled.driver import Step
+from qclip.engine.compiled.replay import Replay
 
 pytestmark = pytest.mark.gpu
 
@@ -100,7 +100,7 @@ def _compiler():
     """The traced graph runs as it is where there is no GPU; that it can be compiled is tested elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
-            patch.setattr("qclip.engine.compiled.machine_code", as_traced)
+            patch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
         yield
 
 
@@ -204,7 +204,7 @@ def test_a_replay_uses_the_same_memory(driven):
     places, held = set(), set()
     for _ in range(5):
         found = driven.pair.compiled(*batch)
-        assert found.borrowed
+        assert found.is_view
         places.add(tuple(x.data_ptr() for x in found.sums.values()))
         del found
         torch.cuda.synchronize()
@@ -230,7 +230,7 @@ def test_nothing_waits_for_the_gpu(driven):
             results[0].norms.sum().item()  # the detector works
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert all(result.settled().norms.isfinite().all() for result in results)
+    assert all(result.resolve().norms.isfinite().all() for result in results)
 
 
 def test_two_kinds_of_batches():

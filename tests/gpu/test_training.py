@@ -14,10 +14,19 @@ pytest.importorskip("rich")
 
 from engine.driven import as_traced
 from gpu.device import DEVICE, ON_GPU, cuda_only
-from qclip.data_fingerprint import DataFingerprint
-from qclip.noise_source import NoiseSource
 from qclip.thresholds import Constant, PrivateQuantile
-from test_compile import assert_same_run, dataset, fused, inside, make, network, parameters, unbroken_and_resumed
+from qclip.training.data_fingerprint import DataFingerprint
+from qclip.training.noise_source import NoiseSource
+from training.test_compile import (
+    assert_same_run,
+    dataset,
+    fused,
+    inside,
+    make,
+    network,
+    parameters,
+    unbroken_and_resumed,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +37,7 @@ EITHER = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compil
 def _compiler(monkeypatch):
     """The traced graph runs as it is where there is no GPU."""
     if not ON_GPU:
-        monkeypatch.setattr("qclip.engine.compiled.machine_code", as_traced)
+        monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
 
 
 def on_device(*middle, **settings):
@@ -89,7 +98,7 @@ def test_a_resumed_run_is_the_run_that_would_have_been(stop, compile, tmp_path):
 
 def test_data_on_the_device_are_the_data_of_the_cpu(monkeypatch):
     """Whole and in part, hashed in pieces; and the device's generators stay where they are."""
-    monkeypatch.setattr("qclip.data_fingerprint._CHUNK", 1000)
+    monkeypatch.setattr("qclip.training.data_fingerprint._CHUNK", 1000)
     there = TensorDataset(*(tensor.to(DEVICE) for tensor in dataset().tensors))
     torch.manual_seed(0)
     expected = torch.rand(3, device=DEVICE)

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from qclip.integrations.tensorboard import TensorBoardLog
-from qclip.private import make_private
 from qclip.thresholds import Constant
+from qclip.training.make import make_private
 
 
 class Recorder:

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from qclip.engine import oracle
-from qclip.private import make_private
 from qclip.thresholds import Constant
+from qclip.training.make import make_private
 from shards import named
 
 transformers = pytest.importorskip("transformers")

@@ -11,8 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.optimize import minimize, minimize_scalar
 
-from qclip.problems import HeavyTailedQuadratic, Pareto
-from qclip.simulate import simulate
+from qclip.simulation.problems import HeavyTailedQuadratic, Pareto
+from qclip.simulation.simulate import simulate
 from qclip.theory import FORMS, Assumptions, Bound, bound, bound_private, max_step, max_step_private
 
 ONE = Assumptions(L=1, sigma=1, q=2, gap=1)

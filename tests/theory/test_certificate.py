@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 
-from qclip.problems import HeavyTailedQuadratic, Pareto
-from qclip.simulate import simulate
+from qclip.simulation.problems import HeavyTailedQuadratic, Pareto
+from qclip.simulation.simulate import simulate
 from qclip.theory import Assumptions, bound_private, certificate
 
 ONE = Assumptions(L=1, sigma=1, q=2, gap=1)

@@ -9,7 +9,7 @@ from scipy import stats
 pytest.importorskip("matplotlib")
 
 from qclip import accounting
-from qclip.experiments.tracking import Setting, follow
+from qclip.apps.experiments.tracking import Setting, follow
 from qclip.thresholds import Answer, Conditions, HistogramQuantile
 
 LOG_NORMAL = stats.lognorm(1.0)

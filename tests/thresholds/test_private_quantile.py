@@ -10,7 +10,7 @@ from scipy import stats
 pytest.importorskip("matplotlib")
 
 from qclip import accounting
-from qclip.experiments.tracking import Setting, follow, up_and_down
+from qclip.apps.experiments.tracking import Setting, follow, up_and_down
 from qclip.thresholds import Answer, Conditions, GeometricQuantile, PrivateQuantile
 
 LOG_NORMAL = stats.lognorm(1.0)

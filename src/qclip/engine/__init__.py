@@ -1,14 +1,14 @@
 """The engine: exact sums of per-example clipped gradients, from one forward and one backward pass."""
 
+from qclip._validate import Refusal
 from qclip.engine import oracle
-from qclip.engine.costs import CostModel
-from qclip.engine.engine import Engine
+from qclip.engine.driver import Engine
 from qclip.engine.explain import Explanation, explain
-from qclip.engine.forms import Dense, Outer, Rows
 from qclip.engine.functional import clipped_gradients
-from qclip.engine.refusal import Refusal
+from qclip.engine.gradients.costs import CostModel
+from qclip.engine.gradients.forms import Dense, Outer, Rows
+from qclip.engine.gradients.rules import register_rule
 from qclip.engine.result import ClippedGradients
-from qclip.engine.rules import register_rule
 
 __all__ = [
     "ClippedGradients",

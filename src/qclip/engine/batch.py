@@ -83,3 +83,14 @@ def full_mask(batch_size: int, mask: Tensor | None, device: torch.device) -> Ten
             "mask", tuple(mask.shape), "one flag per example, of shape [batch]", "drop the other dimensions"
         )
     return mask.to(device=device, dtype=torch.bool)
+
+
+def to_device_async(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to the device without waiting for the device.
+
+    A tensor in pageable memory is copied to pinned memory first: a GPU fetches it from there when its turn has come,
+    while a copy from pageable memory waits until all earlier work of the GPU is done.
+    """
+    if device.type == "cuda" and x.device.type == "cpu" and x.layout == torch.strided and not x.is_pinned():
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)

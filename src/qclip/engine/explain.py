@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qclip._validate import Refusal
 from qclip.engine import batch as batches
-from qclip.engine import checks
-from qclip.engine.costs import CostModel
-from qclip.engine.engine import Engine, call
-from qclip.engine.forms import Products, Rows
-from qclip.engine.parts import Part, prepare
-from qclip.engine.plan import Plan, SitePlan
-from qclip.engine.refusal import Refusal
-from qclip.engine.sites import Site
+from qclip.engine.capture import checks
+from qclip.engine.driver import Engine, call
+from qclip.engine.gradients.costs import CostModel
+from qclip.engine.gradients.forms import Products, Rows
+from qclip.engine.gradients.parts import Part, prepare
+from qclip.engine.gradients.plan import Plan, SitePlan
+from qclip.engine.gradients.sites import Site
 
 
 @dataclass(frozen=True)

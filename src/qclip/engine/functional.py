@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from qclip.engine import batch as batches
-from qclip.engine import checks
-from qclip.engine.costs import CostModel
-from qclip.engine.engine import Engine, Plans, call
+from qclip.engine.capture import checks
+from qclip.engine.driver import Engine, Plans, call
+from qclip.engine.gradients.costs import CostModel
 from qclip.engine.groups import ClipNorm, GroupSpec
 from qclip.engine.result import ClippedGradients
 

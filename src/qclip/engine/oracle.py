@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from qclip.engine import batch as batches
-from qclip.engine import faults
-from qclip.engine.clipping import rounding_room
-from qclip.engine.engine import call
+from qclip.engine.capture import faults
+from qclip.engine.driver import call
+from qclip.engine.gradients.clipping import rounding_room
+from qclip.engine.gradients.parts import accumulator
 from qclip.engine.groups import ClipNorm, GroupSpec, partition
-from qclip.engine.parts import accumulator
 from qclip.engine.result import ClippedGradients
 from qclip.engine.uncompiled import uncompiled
 

@@ -12,8 +12,8 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from qclip._validate import Refusal
 from qclip.engine import tf32
-from qclip.engine.refusal import Refusal
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qclip._transfer import sent
+from qclip.engine.batch import to_device_async
 from qclip.engine.groups import l2_bound
 
 
@@ -29,11 +29,11 @@ class ClippedGradients:
     """The loss of each example, [B], detached."""
     mask: Tensor
     """Which examples count, [B], bool."""
-    borrowed: bool = False
+    is_view: bool = False
     """Whether the next step overwrites the sums."""
-    clean: Tensor | None = None
+    all_finite: Tensor | None = None
     """Whether all examples are finite, counted or not, where nobody has looked yet: else the sums are spoilt."""
-    repaired: "Callable[[], ClippedGradients] | None" = None
+    recompute: "Callable[[], ClippedGradients] | None" = None
     """The same with unspoilt sums."""
 
     @staticmethod
@@ -43,18 +43,18 @@ class ClippedGradients:
         clip_norms: tuple[float, ...],
         losses: Tensor,
         mask: Tensor,
-        borrowed: bool = False,
+        is_view: bool = False,
     ) -> "ClippedGradients":
         """From norms that are infinite where an example is masked or not finite."""
         group_norms = torch.where(mask[:, None], group_norms, 0)
         norms = torch.linalg.vector_norm(group_norms, dim=1)
-        return ClippedGradients(sums, norms, group_norms, clip_norms, losses, mask, borrowed)
+        return ClippedGradients(sums, norms, group_norms, clip_norms, losses, mask, is_view)
 
-    def settled(self) -> "ClippedGradients":
+    def resolve(self) -> "ClippedGradients":
         """With sums that hold; waits for the device where that is not known yet."""
-        if self.clean is None or self.repaired is None:
+        if self.all_finite is None or self.recompute is None:
             return self
-        return replace(self, clean=None, repaired=None) if bool(self.clean) else self.repaired()
+        return replace(self, all_finite=None, recompute=None) if bool(self.all_finite) else self.recompute()
 
     @property
     def l2_bound(self) -> float:
@@ -66,6 +66,6 @@ class ClippedGradients:
 
         Masked examples and examples with non-finite gradients are not counted.
         """
-        limits = sent(torch.tensor(radii, dtype=self.group_norms.dtype), self.group_norms.device)
+        limits = to_device_async(torch.tensor(radii, dtype=self.group_norms.dtype), self.group_norms.device)
         norms = self.group_norms[:, :, None]
         return ((norms <= limits) & norms.isfinite() & self.mask[:, None, None]).sum(0)

@@ -3,8 +3,8 @@
 from typing import Protocol
 
 from qclip import _validate as check
-from qclip.history import StepRecord
-from qclip.private_training import PrivateTraining
+from qclip.training.history import StepRecord
+from qclip.training.run import PrivateTraining
 
 
 class Writer(Protocol):

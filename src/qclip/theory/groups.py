@@ -9,16 +9,7 @@ import numpy as np
 from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.theory.assumptions import Assumptions
-from qclip.theory.bounds import (
-    Bound,
-    PerStep,
-    Sampling,
-    align,
-    bound_private,
-    check_steps,
-    divide,
-    private_form,
-)
+from qclip.theory.bounds import Bound, PerStep, Sampling, align, bound_private, check_steps, divide, private_form
 
 Allocation = Literal["optimal", "equal", "proportional"]
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qclip.engine.kernels import installed, usable
-from qclip.engine.products import full
+from qclip.engine.kernels.products import full
 
 if installed():
     import triton

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qclip.engine.kernels import installed, power_of_two, usable
-from qclip.engine.products import aligned, full, is_half, is_native, product
+from qclip.engine.kernels.products import aligned, full, is_half, is_native, product
 
 if installed():
     import triton

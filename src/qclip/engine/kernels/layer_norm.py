@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qclip.engine.kernels import DTYPES, installed, usable
-from qclip.engine.products import full, position_sums
+from qclip.engine.kernels.products import full, position_sums
 
 if installed():
     import triton

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qclip.engine.kernels import installed, power_of_two, usable
-from qclip.engine.products import full, rough_product
+from qclip.engine.kernels.products import full, rough_product
 
 if installed():
     import triton

@@ -1,0 +1,1 @@
+"""Applications of the library: command line, data sets, trainer, reports, benchmarks and experiments."""

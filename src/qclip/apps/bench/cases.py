@@ -1,0 +1,83 @@
+"""Cases: a model, the shape of its examples, and how many of them are in a batch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qclip import _validate as check
+from qclip.apps.bench import models
+from qclip.apps.data.models import cnn
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and targets."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its batch, of random examples."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    """Of one example."""
+    classes: int
+    batch: int
+    tokens: bool = False
+    """Whether an example is a row of tokens, each to be told from those before it."""
+    device: str = "cpu"
+    """The kind of machine that it has the size for."""
+
+    def examples(self, count: int, seed: int = 0) -> Batch:
+        """Random inputs [count, *shape] and targets: the same for the same seed."""
+        rng = torch.Generator().manual_seed(seed)
+        if self.tokens:
+            ids = torch.randint(self.classes, (count, *self.shape), generator=rng)
+            return ids, ids.roll(-1, 1)
+        inputs = torch.randn(count, *self.shape, generator=rng)
+        return inputs, torch.randint(self.classes, (count,), generator=rng)
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy of [B, classes] scores, or the mean over positions of that of [B, T, classes]: [B], float32."""
+        each = F.cross_entropy(outputs.float().flatten(0, -2), targets.flatten(), reduction="none")
+        return each.unflatten(0, (len(targets), -1)).mean(1)
+
+
+def gpt2(positions: int, batch: int) -> Case:
+    """The shape of GPT-2 small, with so many positions."""
+    return Case(
+        f"gpt2-{positions}",
+        partial(models.gpt2, positions),
+        shape=(positions,),
+        classes=50257,
+        batch=batch,
+        tokens=True,
+        device="cuda",
+    )
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("transformer", models.transformer, shape=(64,), classes=1000, batch=32, tokens=True),
+        Case("cnn-28", cnn, shape=(1, 28, 28), classes=10, batch=256),
+        Case("cnn-32", models.convolutions, shape=(3, 32, 32), classes=10, batch=64),
+        Case("mlp", partial(models.mlp, 512), shape=(784,), classes=10, batch=256),
+        gpt2(128, 32),
+        gpt2(512, 16),
+        gpt2(1024, 8),
+        Case("vit", models.VisionTransformer, shape=(3, 224, 224), classes=1000, batch=64, device="cuda"),
+        Case("wrn", models.wide_resnet, shape=(3, 32, 32), classes=10, batch=512, device="cuda"),
+        Case("mlp-2048", partial(models.mlp, 2048), shape=(784,), classes=10, batch=4096, device="cuda"),
+    )
+}
+
+
+def chosen(names: Sequence[str], device: torch.device) -> list[Case]:
+    """The cases of these names, or all that are made for this kind of device."""
+    for name in names:
+        check.choice("case", name, CASES)
+    return [case for case in CASES.values() if (case.name in names if names else case.device == device.type)]

@@ -1,0 +1,199 @@
+"""The comparison: every case in every mode, in one process.
+
+First each mode is built and warmed up, one after the other, and its memory taken: the most that torch holds of the
+GPU's memory during a step, over what it held before the mode was built. So weights, gradients, activations and CUDA
+graphs count, and what the other modes keep (their weights and graphs; gradients are dropped) does not. Then the modes
+take turns, so that a slow moment of the machine meets all of them, and the time of each is its median over the rounds.
+"""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from qclip import _validate as check
+from qclip.apps.bench import cases as all_cases
+from qclip.apps.bench import measure
+from qclip.apps.bench import modes as all_modes
+from qclip.apps.bench.cases import Case
+from qclip.apps.bench.measure import Say, silent
+from qclip.apps.bench.modes import BASELINES, Mode
+from qclip.apps.bench.precision import Precision, precision_named
+from qclip.apps.bench.step import Step
+from qclip.apps.bench.workload import workload
+
+WARM_UP = 4
+"""Steps before anything is measured: proofs, the recording of CUDA graphs, allocator and thread pools."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    case: str
+    mode: str
+    dtype: str
+    ms: float
+    """Median time of a step."""
+    ms_low: float
+    """The lower quartile."""
+    ms_high: float
+    """The upper quartile."""
+    peak_bytes: int
+    """Most memory in use during a step beyond what was there before it; without CUDA graphs' own on a GPU."""
+    reserved_bytes: int | None
+    """On a GPU, the most that torch holds during a step over what it held before the mode was built."""
+    ratio_time: float | None
+    """To the baseline: the faster of the compiled steps that were run, else the plain one, if any could run."""
+    ratio_memory: float | None
+    """To the same step: of what is reserved on a GPU, of the peak on a CPU."""
+    parameters: int
+    compile_seconds: float
+    """The time of the first step: proofs, and compilation where there is one."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows, and a line for each mode that could not run a case."""
+
+    rows: tuple[Row, ...]
+    failures: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A mode, warmed up."""
+
+    name: str
+    step: Step
+    peak_bytes: int
+    reserved_bytes: int | None
+    parameters: int
+    compile_seconds: float
+
+    @property
+    def memory(self) -> int:
+        return self.peak_bytes if self.reserved_bytes is None else self.reserved_bytes
+
+
+def device_named(name: str) -> torch.device:
+    """A CPU or GPU of this machine; others have no measure of memory."""
+    if not name.startswith(("cpu", "cuda")):
+        raise check.refuse("device", name, "cpu or cuda", "other devices have no measure of memory")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise check.refuse("device", name, "a device of this machine", "torch finds no GPU here; use cpu")
+    return torch.device(name)
+
+
+def describe(device: str, dtype: str = "float32") -> str:
+    """The machine and the versions, for the head of a table."""
+    gpu = device.startswith("cuda")
+    where = torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads"
+    versions = [
+        f"{package} {importlib.metadata.version(package)}"
+        for package in ("torch", "triton", "opacus")
+        if importlib.util.find_spec(package)
+    ]
+    return ", ".join([where, *versions, dtype])
+
+
+def compare(
+    device: str = "cpu",
+    *,
+    dtype: str = "float32",
+    cases: Sequence[str] = (),
+    modes: Sequence[str] = (),
+    rounds: int = 15,
+    say: Say = silent,
+) -> Comparison:
+    """Measure every case in every mode; ``say`` is told what is being measured.
+
+    cases: names in `CASES`; those made for the device when left out.
+    modes: names in `MODES`; those that suit the case and the machine when left out.
+    """
+    place, precision = device_named(device), precision_named(dtype)
+    check.count("rounds", rounds)
+    plan = [(case, all_modes.chosen(modes, case, place)) for case in all_cases.chosen(cases, place)]
+    rows: list[Row] = []
+    failures: list[str] = []
+    with measure.quietly(), precision.settings():
+        for case, chosen in plan:
+            rows += _compare_modes(case, chosen, precision, place, rounds, say, failures)
+    return Comparison(tuple(rows), tuple(failures))
+
+
+def _compare_modes(
+    case: Case,
+    modes: list[Mode],
+    precision: Precision,
+    device: torch.device,
+    rounds: int,
+    say: Say,
+    failures: list[str],
+) -> list[Row]:
+    """The rows of a case; why a mode has none is added to the failures."""
+    measure.forget(device)
+    ready = []
+    for mode in modes:
+        say(f"preparing {case.name}, {mode.name}")
+        try:
+            ready.append(_prepare(mode, case, precision, device))
+        except Exception as error:  # whatever a peer or a compiler raises: the others go on
+            failures.append(f"{case.name}, {mode.name}: {type(error).__name__}: {_first_line(error)}")
+    say(f"timing {case.name}")
+    times = measure.take_turns({each.name: each.step for each in ready}, device, rounds)
+    return _rows(case, ready, times, precision)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+def _prepare(mode: Mode, case: Case, precision: Precision, device: torch.device) -> _Ready:
+    before = measure.reserved_now(device)
+    work = workload(case, precision, device)
+    step = mode.make(work)
+    compile_seconds = measure.seconds(step, device)
+    for _ in range(WARM_UP - 1):
+        step()
+    work.drop_gradients()  # those of the step before are no part of this one
+    peak = measure.peak_bytes(step, device)
+    work.drop_gradients()
+    reserved = measure.most_reserved(step, device) - before if device.type == "cuda" else None
+    work.drop_gradients()
+    return _Ready(mode.name, step, peak, reserved, work.parameters, compile_seconds)
+
+
+def _rows(case: Case, ready: list[_Ready], times: dict[str, list[float]], precision: Precision) -> list[Row]:
+    quartiles = {name: np.percentile(found, (25, 50, 75)).tolist() for name, found in times.items()}
+    base = _baseline(ready, {name: median for name, (_, median, _) in quartiles.items()})
+    rows = []
+    for each in ready:
+        low, median, high = quartiles[each.name]
+        rows.append(
+            Row(
+                case=case.name,
+                mode=each.name,
+                dtype=precision.name,
+                ms=median,
+                ms_low=low,
+                ms_high=high,
+                peak_bytes=each.peak_bytes,
+                reserved_bytes=each.reserved_bytes,
+                ratio_time=median / quartiles[base.name][1] if base else None,
+                ratio_memory=each.memory / max(base.memory, 1) if base else None,
+                parameters=each.parameters,
+                compile_seconds=each.compile_seconds,
+            )
+        )
+    return rows
+
+
+def _baseline(ready: list[_Ready], medians: dict[str, float]) -> _Ready | None:
+    """The faster of the compiled steps, else the plain one."""
+    found = [each for each in ready if each.name in BASELINES]
+    compiled = [each for each in found if each.name != "plain"]
+    return min(compiled or found, key=lambda each: medians[each.name], default=None)

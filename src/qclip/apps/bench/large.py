@@ -1,0 +1,182 @@
+"""Large models: the largest batch that fits a GPU, with every block's activations recomputed, and the speed there."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from qclip import _validate as check
+from qclip.apps.bench import measure, models
+from qclip.apps.bench.cases import Case
+from qclip.apps.bench.comparison import WARM_UP, device_named
+from qclip.apps.bench.measure import Say, silent
+from qclip.apps.bench.modes import MODES
+from qclip.apps.bench.precision import Precision, precision_named
+from qclip.apps.bench.workload import workload
+
+LARGE_MODES = ("compiled", "qclip compiled", "qclip per-layer compiled")
+
+
+class Recomputed(nn.Module):
+    """A module whose activations are not kept for the backward pass but computed again there."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """What the module says."""
+        return checkpoint(self.module, *inputs, use_reentrant=False)
+
+
+def recomputed_gpt2(positions: int, layers: int, width: int, heads: int) -> nn.Module:
+    """The shape of GPT-2 with every block recomputed."""
+    model = models.gpt2(positions, layers=layers, width=width, heads=heads)
+    blocks: Any = model.blocks
+    for k, block in enumerate(blocks):
+        blocks[k] = Recomputed(block)
+    return model
+
+
+def _gpt2(name: str, layers: int, width: int, heads: int, positions: int = 1024) -> Case:
+    model = partial(recomputed_gpt2, positions, layers, width, heads)
+    return Case(name, model, shape=(positions,), classes=50257, batch=1, tokens=True, device="cuda")
+
+
+LARGE_CASES = {case.name: case for case in (_gpt2("gpt2-medium", 24, 1024, 16), _gpt2("gpt2-large", 36, 1280, 20))}
+
+
+@dataclass(frozen=True)
+class LargeRow:
+    """A mode at the largest batch that fits."""
+
+    case: str
+    mode: str
+    dtype: str
+    batch: int
+    """0 where not even the first one fits."""
+    examples_per_second: float
+    reserved_bytes: int
+    """The most that torch held during a step."""
+    limit: str
+    """What ended the search: "memory" or "time"."""
+    parameters: int
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A batch that fitted."""
+
+    batch: int
+    seconds: float
+    """Of a step."""
+    reserved_bytes: int
+
+
+@dataclass(frozen=True)
+class Search:
+    """The largest batch found, None where none fitted, and what ended the search."""
+
+    best: Attempt | None
+    limit: str
+
+
+def largest_batch(
+    attempt: Callable[[int], Attempt | None], capacity: int, *, start: int = 1, deadline: float = float("inf")
+) -> Search:
+    """Double the batch until it does not fit (None), then try the step between; halve it where the first does not fit.
+
+    Memory grows no faster than the batch, so doublings that are sure to fit into ``capacity`` bytes are left out. No
+    attempt is begun after the deadline (of ``time.monotonic``).
+    """
+    best, too_large, batch = None, None, start
+    while time.monotonic() < deadline:
+        found = attempt(batch)
+        if found is None:
+            too_large = batch
+        else:
+            best = found
+        batch = _next(best, too_large, capacity)
+        if batch == 0:
+            return Search(best, "memory")
+    return Search(best, "time")
+
+
+def _next(best: Attempt | None, too_large: int | None, capacity: int) -> int:
+    """What to try after these; 0 to stop, once what does not fit is less than twice what does."""
+    if best is None:
+        return 0 if too_large is None else too_large // 2
+    if too_large is None:
+        batch = 2 * best.batch
+        while best.reserved_bytes and 2 * batch * best.reserved_bytes <= best.batch * capacity:
+            batch *= 2
+        return batch
+    return (best.batch + too_large) // 2 if too_large >= max(2 * best.batch, best.batch + 2) else 0
+
+
+def measure_large(
+    device: str = "cuda",
+    *,
+    dtype: str = "bfloat16",
+    cases: Sequence[str] = (),
+    modes: Sequence[str] = (),
+    budget_seconds: float = 300.0,
+    start: int = 8,
+    say: Say = silent,
+) -> list[LargeRow]:
+    """The largest batch and its speed, for each case and mode; the time is shared between them equally.
+
+    cases: names in `LARGE_CASES`; the first when left out. modes: names in `MODES`; `LARGE_MODES` when left out.
+    """
+    place, precision = device_named(device), precision_named(dtype)
+    if place.type != "cuda":
+        raise check.refuse("device", device, "cuda", "a CPU has no memory of its own to fill; run it on a GPU")
+    chosen = [LARGE_CASES[check.choice("case", name, LARGE_CASES)] for name in cases or [*LARGE_CASES][:1]]
+    names = [check.choice("mode", name, MODES) for name in modes or LARGE_MODES]
+    share = check.positive("budget_seconds", budget_seconds) / (len(chosen) * len(names))
+    capacity = torch.cuda.get_device_properties(place).total_memory
+    rows = []
+    with measure.quietly(), precision.settings():
+        for case in chosen:
+            with torch.device("meta"):
+                parameters = sum(p.numel() for p in case.model().parameters())
+            for name in names:
+
+                def attempt(batch: int, case: Case = case, name: str = name) -> Attempt | None:
+                    say(f"trying {case.name}, {name}, batch {batch}")
+                    return try_batch(replace(case, batch=batch), name, precision, place)
+
+                deadline = time.monotonic() + share
+                search = largest_batch(attempt, capacity, start=check.count("start", start), deadline=deadline)
+                rows.append(_row(case, name, dtype, search, parameters))
+    return rows
+
+
+def _row(case: Case, mode: str, dtype: str, search: Search, parameters: int) -> LargeRow:
+    best = search.best or Attempt(0, float("inf"), 0)
+    speed = best.batch / best.seconds
+    return LargeRow(case.name, mode, dtype, best.batch, speed, best.reserved_bytes, search.limit, parameters)
+
+
+def try_batch(case: Case, mode: str, precision: Precision, device: torch.device) -> Attempt | None:
+    """Build the mode and take some steps; None where the memory does not suffice."""
+    measure.forget(device)
+    try:
+        step = MODES[mode].make(workload(case, precision, device))
+        for _ in range(WARM_UP):
+            step()
+        reserved = measure.most_reserved(step, device)
+        return Attempt(case.batch, measure.seconds(step, device, measure.STEPS_PER_MEASUREMENT[device.type]), reserved)
+    except RuntimeError as error:
+        if not _out_of_memory(error):
+            raise
+        return None
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()

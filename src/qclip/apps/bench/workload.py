@@ -1,0 +1,55 @@
+"""A workload: a fresh model of a case and one batch, on a device and in a precision."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qclip.apps.bench.cases import Batch, Case
+from qclip.apps.bench.precision import Precision
+
+
+@dataclass(frozen=True, eq=False)
+class Workload:
+    """What a step trains, and on what."""
+
+    case: Case
+    precision: Precision
+    device: torch.device
+    model: nn.Module
+    batch: Batch
+
+    def losses(self, model: nn.Module, batch: Batch) -> Tensor:
+        """One loss per example, [B]; ``model`` may be a wrapper around the workload's own."""
+        inputs, targets = batch
+        with self.precision.autocast(self.device):
+            return self.case.losses(model(inputs), targets)
+
+    def place(self, batch: Batch) -> Batch:
+        """A batch on the device, in the precision."""
+        inputs, targets = batch
+        return self.precision.place(inputs, self.device), self.precision.place(targets, self.device)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers are trained."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The update that every step ends with."""
+        return torch.optim.SGD(self.model.parameters(), 1e-3)
+
+    def drop_gradients(self) -> None:
+        """Keep nothing of the last step but the parameters."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+
+def workload(case: Case, precision: Precision, device: torch.device) -> Workload:
+    """A model with the case's initial weights (the same every time) and its batch."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = precision.model(case.model(), device)
+    inputs, targets = case.examples(case.batch)
+    batch = precision.place(inputs, device), precision.place(targets, device)
+    return Workload(case, precision, device, model, batch)

@@ -1,0 +1,187 @@
+"""``qclip plan``."""
+
+import json
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from qclip import _validate as check
+from qclip import theory
+
+if TYPE_CHECKING:
+    from qclip.training.plan import TrainingPlan
+    from qclip.training.private_plan import PrivatePlan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Plan a run: with a privacy budget its noise, thresholds and epsilon by epoch; with L, sigma and gap its bound.
+
+    Privacy: --examples, --batch-size, --epochs or --steps, and --epsilon or --noise-multiplier. The bound: --L, --sigma
+    and --gap, with --steps or --target; it chooses the step size and the quantile that minimise it, and says why. Both
+    may be asked for together.
+    """
+
+    L: Annotated[float | None, tyro.conf.arg(name="L")] = None
+    """Smoothness of the objective."""
+    sigma: float | None = None
+    """Bound on the q-th moment of the gradient noise, (E||g - grad f||^q)^(1/q)."""
+    gap: float | None = None
+    """f(x0) - inf f."""
+    q: float | None = None
+    """The moment that is bounded, in (1, 2]; 2 when left out."""
+    steps: int | None = None
+    """Length of the run."""
+    epochs: int | None = None
+    """Instead of steps, with --examples: how often each example is used on average."""
+    target: float | None = None
+    """Instead of steps: the mean of E||grad f||^2 to reach."""
+    batch_size: float | None = None
+    """Expected examples per step; 1 when left out of a plan without privacy."""
+    dim: int = 1
+    """Number of trainable parameters (matters with noise)."""
+    noise_multiplier: float = 0.0
+    """Noise of a private run, of gradient and counts together, relative to their sensitivity."""
+    epsilon: float | None = None
+    """Instead of the noise multiplier: a privacy budget, with --examples."""
+    delta: float | None = None
+    """Of the budget; 1/(10 examples) when left out."""
+    examples: int | None = None
+    """Size of the dataset, with --epsilon or --noise-multiplier."""
+    p: float | None = None
+    """The fraction of examples to leave unclipped; the bound's choice, or 0.7, when left out."""
+    groups: int | None = None
+    """How many groups of parameters are clipped apart; 1 when left out."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def run(self, console: Console) -> int:
+        """Print the plan."""
+        self._check()
+        assumptions = self._assumptions()
+        if assumptions is None and self.examples is None:
+            remedy = (
+                "give --examples with --epsilon for the privacy, --L, --sigma and --gap for the bound, or all of them"
+            )
+            raise check.refuse("plan", "of nothing", "of something", remedy)
+        if self.examples is not None and self.delta is None and not self.json:
+            console.print(f"delta = 1/(10 N) = {self._delta:.3g}")
+        with nullcontext() if self.json else console.status("planning"):
+            training = self._training() if self.examples is not None and self.target is None else None
+            found = None if assumptions is None else self._theory(assumptions, training)
+            private = None if self.examples is None else self._private(training, found)
+            bound = None if found is None else (found, found.coupled(), found.moves())
+        if self.json:
+            told = {} if bound is None else _theory_json(*bound)
+            print(json.dumps(told | {"privacy_plan": None if private is None else private.as_json()}, indent=1))
+            return 0
+        from qclip.apps.cli.plan_tables import print_private, print_theory
+
+        if private is not None:
+            print_private(console, private)
+        if bound is not None:
+            print_theory(console, *bound)
+        return 0
+
+    def _check(self) -> None:
+        """Refuse settings that contradict each other or miss a part, before anything is computed."""
+        private = self.epsilon is not None or self.noise_multiplier > 0
+        if self.epsilon is not None and self.noise_multiplier:
+            remedy = "give the budget, or the noise that it buys"
+            raise check.refuse("--noise-multiplier", self.noise_multiplier, "left out with --epsilon", remedy)
+        if self.examples is None:
+            if self.epsilon is not None:
+                remedy = "say how many examples the dataset has"
+                raise check.refuse("--examples", None, "given with --epsilon", remedy)
+            apart = {"--delta": self.delta, "--epochs": self.epochs, "--p": self.p, "--groups": self.groups}
+            for name, value in apart.items():
+                if value is not None:
+                    bound = "left out without --examples, and --epsilon or --noise-multiplier"
+                    raise check.refuse(name, value, bound, "add them, or drop it")
+            return
+        check.count("--examples", self.examples, "it is the size of the dataset")
+        if not private:
+            bound = "left out without --epsilon or --noise-multiplier"
+            raise check.refuse("--examples", self.examples, bound, "add the privacy budget, or drop it")
+        if self.batch_size is None and self.L is None:
+            remedy = "it is the expected number of examples of a step"
+            raise check.refuse("--batch-size", None, "given with --examples", remedy)
+
+    def _assumptions(self) -> theory.Assumptions | None:
+        if self.L is not None and self.sigma is not None and self.gap is not None:
+            return theory.Assumptions(L=self.L, sigma=self.sigma, q=2.0 if self.q is None else self.q, gap=self.gap)
+        given = {"--L": self.L, "--sigma": self.sigma, "--gap": self.gap}
+        for name, value in (given | {"--q": self.q, "--target": self.target}).items():
+            if value is not None:
+                missing = next(other for other, absent in given.items() if absent is None)
+                remedy = "the bound needs --L, --sigma and --gap; drop it for a plan of the privacy alone"
+                raise check.refuse(missing, None, f"given with {name}", remedy)
+        return None
+
+    @property
+    def _batch_size(self) -> float:
+        return 1.0 if self.batch_size is None else self.batch_size
+
+    @property
+    def _delta(self) -> float:
+        assert self.examples is not None
+        return 1 / (10 * self.examples) if self.delta is None else self.delta
+
+    def _training(self, **instead: Any) -> "TrainingPlan":
+        from qclip.training.plan import plan_training
+
+        assert self.examples is not None
+        noise = None if self.epsilon is not None else self.noise_multiplier
+        given: dict[str, Any] = {
+            "epochs": self.epochs,
+            "steps": self.steps,
+            "epsilon": self.epsilon,
+            "noise_multiplier": noise,
+        }
+        batch_size = check.count("--batch-size", self._batch_size, "it is the expected number of examples of a step")
+        return plan_training(self.examples, batch_size, delta=self._delta, **(given | instead))
+
+    def _theory(self, assumptions: theory.Assumptions, training: "TrainingPlan | None") -> theory.Plan:
+        public: dict[str, Any] = {"batch_size": self._batch_size, "dim": self.dim}
+        privacy = None
+        if self.epsilon is not None and self.examples is not None:
+            privacy = theory.Privacy(self.epsilon, self._delta, self.examples)
+        if training is None:
+            public |= {"noise_multiplier": self.noise_multiplier, "privacy": privacy, "target": self.target}
+            return theory.plan(assumptions, steps=self.steps, **public)
+        # The noise has been chosen already, which takes seconds: once is enough.
+        steps, noise = training.num_steps, training.noise_multiplier
+        return replace(theory.plan(assumptions, steps=steps, noise_multiplier=noise, **public), privacy=privacy)
+
+    def _private(self, training: "TrainingPlan | None", found: theory.Plan | None) -> "PrivatePlan":
+        from qclip.training.private_plan import plan_private
+
+        if training is None:  # the target says how many steps, and with them the noise
+            assert found is not None
+            noise = found.noise_multiplier
+            training = self._training(epochs=None, steps=found.steps, epsilon=None, noise_multiplier=noise)
+            training = replace(training, epsilon=self.epsilon)
+        p = self.p if self.p is not None else found.p if found is not None else 0.7
+        return plan_private(training, p=p, num_groups=1 if self.groups is None else self.groups, dim=self.dim)
+
+
+def _theory_json(found: theory.Plan, coupled: theory.CoupledPlan, moves: list[theory.Move]) -> dict[str, Any]:
+    return {
+        "steps": found.steps,
+        "step_size": found.gamma,
+        "max_step": found.max_step,
+        "quantile": found.p,
+        "batch_size": found.batch_size,
+        "noise_multiplier": found.noise_multiplier,
+        "dim": found.dim,
+        "sampling": found.sampling,
+        "assumptions": asdict(found.assumptions),
+        "privacy": asdict(found.privacy) if found.privacy else None,
+        "bound": {**asdict(found.bound), "total": found.bound.total, "dominant": found.bound.dominant},
+        "bound_one_run": found.bound.one_run(),
+        "unknown_horizon": {**asdict(coupled), "bound": coupled.bound.total, "constant_p": coupled.constant_p},
+        "moves": [asdict(move) for move in moves],
+    }

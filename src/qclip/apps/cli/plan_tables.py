@@ -1,0 +1,159 @@
+"""What ``qclip plan`` prints."""
+
+import math
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from qclip import theory
+from qclip.training.private_plan import PrivatePlan
+
+SHRINKS = {
+    "optimisation": "more steps, larger step size",
+    "variance": "smaller step size, larger batch",
+    "bias": "less clipping",
+}
+
+
+def print_private(console: Console, plan: PrivatePlan) -> None:
+    """The privacy side: noise, thresholds, epsilon by epoch, and the call that carries it out."""
+    _print_noise(console, plan)
+    _print_thresholds(console, plan)
+    spent = Table(title="What is spent when", title_justify="left")
+    for column in ("epochs", "steps", "epsilon"):
+        spent.add_column(column, justify="right")
+    for row in plan.spent:
+        spent.add_row(f"{row.epochs:.4g}", f"{row.steps:,}", _rounded_up(row.epsilon))
+    console.print(spent)
+
+
+def _rounded_up(epsilon: float) -> str:
+    return f"{math.ceil(1e4 * epsilon) / 1e4:.4f}"
+
+
+def _print_noise(console: Console, plan: PrivatePlan) -> None:
+    training, option = plan.training, plan.recommended
+    table = Table(title="Privacy", show_header=False, title_justify="left")
+    table.add_row("epsilon, delta", f"{_rounded_up(plan.spent[-1].epsilon)}, {training.delta:.3g}")
+    table.add_row(
+        "sampling rate", f"{training.sample_rate:.4g}   ({training.batch_size:,} of {training.dataset_size:,})"
+    )
+    table.add_row("steps", f"{training.num_steps:,}   ({training.steps_per_epoch:,} an epoch)")
+    table.add_row("noise multiplier z", f"{training.noise_multiplier:.4g}   (gradient and counts together)")
+    if option is not None:
+        table.add_row("noise of the gradient", f"{option.gradient_noise:.4g}   (std, times the threshold, on the sum)")
+    if plan.dim > 1:
+        share = f"{plan.relative_noise:.3g}   (length, in thresholds; the mean itself is at most 1 long)"
+        table.add_row("noise of the mean gradient", share)
+    console.print(table)
+
+
+def _print_thresholds(console: Console, plan: PrivatePlan) -> None:
+    table = Table(title="Thresholds that find their own way", title_justify="left")
+    table.add_column("threshold")
+    for column in ("works", "gradient noise", "count noise", "of the batch"):
+        table.add_column(column, justify="right")
+    for option in plan.options:
+        noise = option.count_noise
+        counts = ("free", "") if noise is None else (f"{noise:.3g}", f"{noise / plan.training.batch_size:.1%}")
+        works = "yes" if option.feasible else "no"
+        table.add_row(option.code, works, f"{option.gradient_noise:.4g}", *counts)
+    console.print(table)
+    for option in plan.options:
+        if not option.feasible:
+            console.print(f"- {option.name}: {escape(option.refusal)}", highlight=False)
+    if plan.recommended is None:
+        advice = "None works here: raise the batch size or epsilon, or give a constant one, Constant(tau)."
+        console.print(advice, highlight=False)
+    else:
+        console.print(f"Take {plan.recommended.code}: {_call(plan)}", highlight=False)
+
+
+def _call(plan: PrivatePlan) -> str:
+    training, option = plan.training, plan.recommended
+    assert option is not None
+    if training.steps_per_pass == training.num_steps:
+        length = f"steps={training.num_steps}"
+    else:
+        length = f"epochs={training.num_steps // training.steps_per_pass}"
+    given = training.epsilon
+    budget = f"noise_multiplier={training.noise_multiplier:.6g}" if given is None else f"epsilon={given:g}"
+    return (
+        f"qclip.make_private(..., batch_size={training.batch_size}, {length}, {budget}, delta={training.delta:.6g}, "
+        f"threshold=qclip.{option.code})"
+    )
+
+
+def print_theory(console: Console, found: theory.Plan, coupled: theory.CoupledPlan, moves: list[theory.Move]) -> None:
+    """The bound's side: the step size and the quantile, what they guarantee, and why."""
+    _print_choice(console, found)
+    _print_terms(console, found.bound)
+    motion = Table(title="How the optimum moves", title_justify="left")
+    for column in ("with", "step size x", "clipped fraction x", "bound x"):
+        motion.add_column(column, justify="left" if column == "with" else "right")
+    for move in moves:
+        motion.add_row(move.change, f"{move.step_size:.2f}", f"{move.clipped_fraction:.2f}", f"{move.bound:.2f}")
+    console.print(motion)
+    for line in _reasoning(found):
+        console.print(f"- {line}", highlight=False)
+    console.print("- For an unknown number of steps:", highlight=False)
+    console.print(f"  {_schedules(found, coupled)}", highlight=False)
+
+
+def _print_choice(console: Console, found: theory.Plan) -> None:
+    bound = found.bound
+    table = Table(title="The plan", show_header=False, title_justify="left")
+    table.add_row("steps T", f"{found.steps:,}")
+    table.add_row("step size gamma", f"{found.gamma:.4g}   (the theorem holds below {found.max_step:.4g})")
+    table.add_row("quantile p", f"{found.p:.6g}   ({1 - found.p:.3g} of the examples clipped)")
+    table.add_row("beta, c", f"{bound.beta:.3g}, {bound.c:.3g}   (they follow)")
+    if found.noise_multiplier:
+        table.add_row("noise multiplier z", f"{found.noise_multiplier:.4g}   (std z tau on the clipped sum)")
+        table.add_row("batch size, dimension", f"{found.batch_size:g}, {found.dim:,}   ({found.sampling} sampling)")
+    console.print(table)
+
+
+def _print_terms(console: Console, bound: theory.Bound) -> None:
+    terms = Table(title="What it guarantees: mean of E||grad f||^2", title_justify="left")
+    for column in ("term", "value", "share", "shrinks with"):
+        terms.add_column(column, justify="right" if column in ("value", "share") else "left")
+    for name, reason in SHRINKS.items():
+        value = getattr(bound, name)
+        terms.add_row(name, f"{value:.4g}", f"{value / bound.total:.0%}", reason)
+    terms.add_row("total", f"{bound.total:.4g}", "", f"one run stays below {bound.one_run():.3g} with probability 95 %")
+    console.print(terms)
+
+
+def _reasoning(found: theory.Plan) -> list[str]:
+    share = getattr(found.bound, found.bound.dominant) / found.bound.total
+    name = found.bound.dominant
+    lines = [
+        f"The {name} term dominates." if share > 0.5 else f"The terms are balanced; the {name} term is the largest."
+    ]
+    if found.at_edge:
+        lines.append(
+            "The bound would rather clip nothing: p stands at its limit, one example in the whole run. Clipping pays "
+            "for heavier tails (q < 2) over longer runs, and for privacy."
+        )
+    elif found.noise_multiplier:
+        lines.append(
+            "Clipping more (a smaller p) lowers the threshold and with it the noise; clipping less lowers the bias: p "
+            "balances the two. Keep p constant: p -> 1 would let the threshold, and the noise, grow."
+        )
+    else:
+        lines.append("Clipping more tames the tail, clipping less lowers the bias: p balances the two.")
+    if found.privacy:
+        lines.append(
+            "At a fixed budget the noise grows with the steps, so more steps stop helping; more examples do help."
+        )
+    return lines
+
+
+def _schedules(found: theory.Plan, coupled: theory.CoupledPlan) -> str:
+    step_size, clipped = f"{coupled.step_size:.4g}", coupled.clipped_fraction
+    if coupled.constant_p:
+        choice = f"gamma_t = {step_size} (t+1)^(-1/2), p = {1 - clipped:.4g} constant"
+    else:
+        choice = f"qclip.schedules.coupled({found.assumptions.q:g}, {step_size}, {clipped:.4g})"
+    return f"{choice}; bound {coupled.bound.total:.4g} after {found.steps:,} steps"

@@ -1,0 +1,32 @@
+"""``qclip reproduce``."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+
+
+@dataclass(frozen=True)
+class Reproduce:
+    """Run every claim of the paper and of docs/theory.md; write claims.json, figures and report.html."""
+
+    out: Path = Path("out/reproduce")
+    """Where to write."""
+    quick: bool = False
+    """Smaller experiments: about a minute instead of about five."""
+    only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Id of a claim to run (repeat it, or separate ids by commas); all claims when left out."""
+
+    def run(self, console: Console) -> int:
+        """Run the claims; fail when one of them fails."""
+        try:
+            from qclip.apps.experiments.reproduce import reproduce, summary
+        except ModuleNotFoundError as missing:
+            console.print(f"[red]error:[/] {missing.name} is not installed; pip install 'qclip\\[reproduce]'")
+            return 2
+        only = [name.strip() for given in self.only for name in given.split(",")]
+        rows = reproduce(self.out, quick=self.quick, only=only, console=console)
+        console.print(summary(rows))
+        console.print(f"report: {self.out / 'report.html'}")
+        return 1 if any(row.outcome.verdict == "fails" for row in rows) else 0

@@ -1,0 +1,147 @@
+"""``qclip train``."""
+
+import math
+import shlex
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from qclip import _validate as check
+from qclip.apps.run_folder import RunFolder
+from qclip.apps.trainer.settings import Settings
+
+if TYPE_CHECKING:
+    from qclip.apps.trainer.run import Run
+    from qclip.training.run import PrivateTraining
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model privately; without arguments, on scikit-learn's digits at epsilon = 3.
+
+    Writes metrics.jsonl, summary.json, checkpoint.pt and report.html. Ctrl-C stops after the current step; --resume
+    goes on from there as if nothing had happened.
+    """
+
+    settings: Settings = field(default_factory=Settings)
+    """The run itself. With --resume, what is left out stays as it was, and what contradicts it is refused."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: out/NAME)")] = None
+    """Where to write."""
+    resume: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Go on with the run in --out; its settings are in the folder."""
+    overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Replace the run in --out."""
+
+    def run(self, console: Console) -> int:
+        """Train; 130 when it was stopped."""
+        if self.resume and self.overwrite:
+            raise check.refuse("--overwrite", True, "left out with --resume", "go on with the run, or replace it")
+        if self.resume and self.out is None:
+            raise check.refuse("--out", None, "given with --resume", "name the folder of the run to go on with")
+        try:
+            return self._train(console)
+        except ModuleNotFoundError as missing:
+            Console(stderr=True).print(f"[red]error:[/] {escape(str(missing))}", highlight=False)
+            return 2
+
+    def _train(self, console: Console) -> int:
+        from qclip.apps.trainer.interrupt import Interrupt
+        from qclip.apps.trainer.loop import train
+        from qclip.apps.trainer.run import free_folder, resume, start
+        from qclip.apps.trainer.screen import Screen
+
+        with console.status("loading the data, choosing the noise"), _warnings_on(console):
+            folder = RunFolder(self.out) if self.out is not None else free_folder(self.settings)
+            if self.resume:
+                run = resume(self.settings, folder)
+            else:
+                run = start(self.settings, folder, overwrite=self.overwrite)
+        _say_what(console, run)
+        training, interrupt = run.training, Interrupt()
+        epochs = training.num_steps // training.steps_per_epoch
+        try:
+            screen = Screen(console, training.num_steps, len(training.history), epochs)
+            with _warnings_on(console), interrupt, screen:
+                done = train(run, screen, interrupt)
+        except KeyboardInterrupt:  # the second one: the last checkpoint counts
+            done = False
+        if not done:
+            _say_how_to_resume(console, folder)
+            return 130
+        _say_result(console, run)
+        return 0
+
+
+@contextmanager
+def _warnings_on(console: Console) -> Iterator[None]:
+    """Show warnings as sentences, without the line of code that they come from."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: console.print(
+            f"warning: {message}", highlight=False, markup=False, soft_wrap=True
+        )
+        yield
+
+
+def _say_what(console: Console, run: "Run") -> None:
+    training, plan = run.training, run.training.plan
+    lines = [f"{run.task.name}: {run.task.description}"]
+    lines.append(f"{plan.num_steps} steps of {plan.batch_size} examples (expected); {_privacy(training)}")
+    if run.settings.seed is not None:
+        lines.append("seeded, for tests: whoever knows the seed can subtract the noise")
+    if training.history:
+        lines.append(f"going on after step {len(training.history)}")
+    if training.lost_threshold:
+        lines.append(f"warning: {training.lost_threshold}")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _privacy(training: "PrivateTraining") -> str:
+    plan, epsilon = training.plan, training.epsilon_curve(training.num_steps)
+    if math.isinf(epsilon):
+        return "NOT private: epsilon is infinite"
+    return f"noise multiplier {plan.noise_multiplier:.4g}, so that epsilon = {epsilon:.5g} at delta = {plan.delta:.3g}"
+
+
+def _say_how_to_resume(console: Console, folder: RunFolder) -> None:
+    if not folder.summary_file.exists():
+        console.print("stopped before the first step", highlight=False)
+        return
+    console.print(f"stopped after step {folder.summary().steps}; to go on:", highlight=False)
+    command = shlex.join(["qclip", "train", "--resume", "--out", str(folder.path)])
+    console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _say_result(console: Console, run: "Run") -> None:
+    from qclip.apps.trainer.screen import span
+
+    summary = run.folder.summary()
+    table = Table(show_header=False)
+    for name, value in run.held_out.items():
+        table.add_row(f"held-out {name}", f"{value:.4f}")
+    spent = math.inf if summary.epsilon is None else summary.epsilon
+    table.add_row("epsilon", f"{spent:.5g} at delta {summary.delta:.3g}" if summary.private else "infinite")
+    table.add_row("tau at the end", span(run.training.history[-1].tau))
+    if summary.lost_threshold:
+        table.add_row("warning", escape(summary.lost_threshold))
+    if summary.certificate is not None:
+        table.add_row("certificate", f"mean of E||grad f||^2 <= {summary.certificate.total:.4g}")
+    if summary.certificate_refused is not None:
+        table.add_row("no certificate", escape(summary.certificate_refused))
+    table.add_row("seconds", f"{summary.seconds:.0f}")
+    console.print(table)
+    try:
+        from qclip.apps.report.run import write_report
+
+        where = f"report: {write_report(run.folder.path)}"
+    except ModuleNotFoundError as missing:
+        where = f"no report: {missing.name} is not installed; pip install 'qclip[train]'; run: {run.folder.path}"
+    console.print(where, highlight=False, markup=False, soft_wrap=True)

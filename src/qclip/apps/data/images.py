@@ -1,0 +1,115 @@
+"""Images: scikit-learn's digits, MNIST and Fashion-MNIST."""
+
+import math
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from qclip import _validate as check
+from qclip.apps.data import files, models
+from qclip.apps.data.task import Defaults, Task, classification, classification_losses, hold_out, scorer
+
+IDX_FILES = (
+    "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz",
+)  # fmt: skip
+NUM_CLASSES = 10
+SIDE = 28
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's package dataset-fashion-mnist puts the files."""
+
+
+def digits() -> Task:
+    """1797 handwritten digits of 8 x 8 pixels, which come with scikit-learn; every sixth is held out."""
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as missing:
+        message = "the digits come with scikit-learn, which is not installed; pip install 'qclip[train]'"
+        raise ModuleNotFoundError(message, name=missing.name) from None
+    pixels, labels = (torch.tensor(each) for each in load_digits(return_X_y=True))
+    train, held_out = hold_out(pixels.float() / 16, labels.long())
+    description = f"{len(train)} digits of 8 x 8 pixels, {len(held_out)} held out (every 6th), 10 classes"
+    return Task(
+        "digits",
+        train,
+        held_out,
+        partial(models.perceptron, 64, 64, NUM_CLASSES),
+        classification_losses,
+        scorer(held_out, classification),
+        Defaults(batch_size=256, epochs=30, learning_rate=2.0),
+        description,
+    )
+
+
+def mnist(data_dir: Path | None) -> Task:
+    """Handwritten digits, 28 x 28."""
+    source = "get the four idx files of the MNIST database (LeCun, Cortes and Burges) and name their folder"
+    paths = files.find(data_dir, ("mnist",), IDX_FILES, source=source)
+    return _idx_task("mnist", paths, Defaults(batch_size=1024, epochs=15, learning_rate=4.0))
+
+
+def fashion_mnist(data_dir: Path | None) -> Task:
+    """Articles of clothing, 28 x 28; found by itself where Debian's package is installed."""
+    source = (
+        "install Debian's package dataset-fashion-mnist (it is then found by itself), or get the four idx files of "
+        "Zalando Research's Fashion-MNIST and name their folder"
+    )
+    if data_dir is None and DEBIAN_FASHION_MNIST.is_dir():
+        data_dir = DEBIAN_FASHION_MNIST
+    paths = files.find(data_dir, ("fashion_mnist", "fashion-mnist"), IDX_FILES, source=source)
+    return _idx_task("fashion-mnist", paths, Defaults(batch_size=1024, epochs=15, learning_rate=4.0))
+
+
+def _idx_task(name: str, paths: tuple[Path, ...], defaults: Defaults) -> Task:
+    train, held_out = _pairs(*paths[:2]), _pairs(*paths[2:])
+    shape = f"images of {SIDE} x {SIDE} pixels, {NUM_CLASSES} classes"
+    description = f"{len(train)} {shape}, {len(held_out)} held out (the published test set)"
+    score = scorer(held_out, classification)
+    return Task(name, train, held_out, models.cnn, classification_losses, score, defaults, description)
+
+
+def _pairs(image_file: Path, label_file: Path) -> TensorDataset:
+    """Images [N, 1, 28, 28] in [-1, 1] with their labels [N]."""
+    images, labels = read_idx(image_file, dimensions=3), read_idx(label_file, dimensions=1)
+    if images.shape[1:] != (SIDE, SIDE):
+        remedy = "the model is made for that size; take the files of MNIST or Fashion-MNIST"
+        raise check.refuse("images", f"{image_file} with shape {images.shape}", f"[N, {SIDE}, {SIDE}]", remedy)
+    if len(images) != len(labels) or len(images) == 0:
+        remedy = f"{image_file.name} and {label_file.name} belong together: get both again"
+        raise check.refuse("images, labels", (len(images), len(labels)), "equally many, and at least 1", remedy)
+    if labels.max() >= NUM_CLASSES:
+        where = int(np.argmax(labels >= NUM_CLASSES))
+        remedy = f"label number {where} is not; get the file again"
+        raise check.refuse("label", int(labels[where]), f"in 0 .. {NUM_CLASSES - 1} in {label_file}", remedy)
+    return TensorDataset(scaled(torch.from_numpy(images)).unsqueeze(1), torch.from_numpy(labels).long())
+
+
+def scaled(pixels: Tensor) -> Tensor:
+    """From bytes to [-1, 1], whatever the images are.
+
+    >>> scaled(torch.tensor([0, 255], dtype=torch.uint8))
+    tensor([-1.,  1.])
+    """
+    return pixels.float() / 127.5 - 1
+
+
+def read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
+    """The array of bytes in an idx file: two zeros, 8, the number of dimensions, big-endian lengths, the bytes."""
+    raw = files.read(path)
+    magic = bytes([0, 0, 8, dimensions])
+    if raw[:4] != magic:
+        remedy = "get it again, or check that images and labels are not mixed up"
+        bound = f"an idx file of bytes with {dimensions} dimensions, which begins with {magic.hex(' ')}"
+        raise check.refuse("file", f"{path} beginning with {raw[:4].hex(' ') or 'nothing'}", bound, remedy)
+    start = 4 + 4 * dimensions
+    shape = [int.from_bytes(raw[k : k + 4], "big") for k in range(4, start, 4)]
+    if len(raw) != start + math.prod(shape):
+        remedy = "it is cut short or damaged: get it again"
+        bound = f"{start + math.prod(shape)} bytes long, for shape {shape}"
+        raise check.refuse("file", f"{path} of {len(raw)} bytes", bound, remedy)
+    return np.frombuffer(bytearray(raw[start:]), dtype=np.uint8).reshape(shape)  # writable, as torch wants it

@@ -1,0 +1,85 @@
+"""Text: Shakespeare, one character after another."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qclip import _validate as check
+from qclip.apps.data import files, models
+from qclip.apps.data.task import Defaults, Task, classification, classification_losses, hold_out, scorer
+
+ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
+"""Line feed and printable ASCII: fixed beforehand, not collected from the text."""
+OTHER = len(ALPHABET)
+"""The number that stands for any other character."""
+WINDOW = 64
+SPEECHES = "speeches.tsv.gz"
+PLAIN = "tinyshakespeare_input.txt.gz"
+
+
+def shakespeare(data_dir: Path | None) -> Task:
+    """Windows of 64 characters, each of them to be foretold from those before it; every sixth window is held out.
+
+    The example that is protected is a window, not a speaker. Windows do not overlap; those of the speeches stay within
+    one speaker of one play.
+    """
+    source = (
+        "get the speeches, one to a line after a header line: play, speaker and text between tabs, line feeds written "
+        "as \\n; or the text known as tiny Shakespeare, input.txt of the char-rnn project"
+    )
+    (path,) = files.find(data_dir, ("shakespeare",), (SPEECHES,), (PLAIN,), source=source)
+    text = files.read_text(path)
+    pieces = speeches(text, path) if path.name.startswith("speeches") else [text]
+    ids = windows(pieces)
+    if len(ids) < 2:
+        remedy = "take a longer text"
+        raise check.refuse("windows", len(ids), f"at least 2, of {WINDOW + 1} characters each, in {path}", remedy)
+    train, held_out = hold_out(ids[:, :-1], ids[:, 1:])
+    description = (
+        f"{len(train)} windows of {WINDOW} characters, {len(held_out)} held out (every 6th), "
+        f"{OTHER + 1} characters fixed beforehand"
+    )
+    return Task(
+        "shakespeare",
+        train,
+        held_out,
+        partial(models.CausalTransformer, OTHER + 1, WINDOW),
+        classification_losses,
+        scorer(held_out, classification, chunk=250),
+        Defaults(batch_size=512, epochs=5, learning_rate=2.0),
+        description,
+    )
+
+
+def speeches(text: str, path: Path) -> list[str]:
+    """All that each speaker says in a play, from lines of play, speaker and text."""
+    said: dict[tuple[str, str], list[str]] = {}
+    for number, line in enumerate(text.rstrip("\n").split("\n")[1:], start=2):
+        fields = line.rstrip("\r").split("\t")
+        if len(fields) != 3:
+            remedy = "write tabs within a speech as spaces"
+            raise check.refuse("line", f"{number} of {path} with {len(fields)} fields", "of 3, between tabs", remedy)
+        play, speaker, speech = fields
+        said.setdefault((play, speaker), []).append(speech.replace("\\n", "\n"))
+    return ["\n".join(each) for each in said.values()]
+
+
+def windows(pieces: Sequence[str]) -> Tensor:
+    """The numbers of the characters, [N, 65]: each piece cut from its start, and what is left at its end dropped.
+
+    >>> windows(["a" * 64 + "é" + "left", "too short"])[:, -2:]
+    tensor([[66, 96]])
+    """
+    numbers = {ord(character): k for k, character in enumerate(ALPHABET)}
+    table = np.full(0x110000, OTHER)
+    table[list(numbers)] = list(numbers.values())
+    rows = [np.zeros((0, WINDOW + 1), dtype=np.int64)]
+    for piece in pieces:
+        codes = np.frombuffer(piece.encode("utf-32-le"), dtype="<u4")
+        count = len(codes) // (WINDOW + 1)
+        rows.append(table[codes[: count * (WINDOW + 1)]].reshape(count, WINDOW + 1))
+    return torch.from_numpy(np.concatenate(rows))

@@ -1,0 +1,105 @@
+"""A claim: a statement, how to measure it, and a verdict that follows from the measurement."""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from qclip.apps.report.style import label, new_figure
+
+Verdict = Literal["holds", "fails", "erratum"]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard to look: ``quick`` makes every experiment fit a coffee break, at the price of wider intervals."""
+
+    quick: bool = False
+    seed: int = 0
+    stream: int = 0
+
+    def pick(self, quick: int, full: int) -> int:
+        """One of two sizes."""
+        return quick if self.quick else full
+
+    def rng(self) -> np.random.Generator:
+        """A fresh generator: every claim has its own stream, whatever ran before."""
+        return np.random.default_rng([self.seed, self.stream])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found. ``printed`` and ``repaired`` say whether the text, and our repair of it, passed."""
+
+    expected: str
+    measured: str
+    printed: bool
+    repaired: bool | None = None
+    error: str = ""
+    values: dict[str, float] = field(default_factory=dict)
+    draw: Callable[[], Figure] | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """`holds`, `fails`, or `erratum`: the printed text fails where the repaired one holds."""
+        if self.repaired is False:
+            return "fails"  # a repair that does not hold is a failure, whatever the text does
+        if self.printed:
+            return "holds"
+        return "erratum" if self.repaired else "fails"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A statement with its place in the paper (or in docs/theory.md) and its experiment."""
+
+    id: str
+    statement: str
+    equation: str
+    run: Callable[[Effort], Outcome]
+
+
+def claim(id: str, statement: str, equation: str) -> Callable[[Callable[[Effort], Outcome]], Claim]:
+    """Turn an experiment into a claim, with a random stream of its own."""
+    stream = zlib.crc32(id.encode())
+    return lambda run: Claim(id, statement, equation, lambda effort: run(replace(effort, stream=stream)))
+
+
+@dataclass(frozen=True)
+class Slope:
+    """An exponent fitted to a log-log line, with a 95 % interval from resampling the seeds."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def fit_slope(x: np.ndarray, samples: np.ndarray, rng: np.random.Generator, *, resamples: int = 400) -> Slope:
+    """The exponent of the seeds' mean of ``samples`` [points, seeds] against x.
+
+    The points of a run are correlated, the seeds are not: the interval resamples whole seeds.
+    """
+    design = np.stack([np.log(x), np.ones(len(x))], axis=1)
+    solve = np.linalg.pinv(design)[0]
+    seeds = samples.shape[1]
+    picks = rng.integers(seeds, size=(resamples, seeds))
+    slopes = np.array([solve @ np.log(samples[:, pick].mean(1)) for pick in picks])
+    low, high = np.quantile(slopes, [0.025, 0.975])
+    return Slope(float(solve @ np.log(samples.mean(1))), float(low), float(high))
+
+
+def bars(values: dict[str, float], axis: str, title: str = "", *, log: bool = False) -> Figure:
+    """A few numbers, side by side."""
+    figure, (ax,) = new_figure(height=1.2 + 0.4 * len(values))
+    ax.barh(list(values), list(values.values()), color="#2563a8", height=0.55)
+    ax.invert_yaxis()
+    if log:
+        ax.set_xscale("log")
+    label(ax, axis, "", title)
+    return figure

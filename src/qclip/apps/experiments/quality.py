@@ -1,0 +1,167 @@
+"""Does a private quantile reach the best constant, without tuning? Test accuracy at one privacy budget.
+
+Every run makes the same steps with the same noise multiplier and normalized step sizes, ``learning_rate / tau``: an
+example moves the parameters by at most ``learning_rate / batch_size`` in all of them, and the noise is the same. What
+differs is who is clipped. (With one plain learning rate for all, a constant would also stand for a step size.)
+"""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch.utils.data import TensorDataset
+
+from qclip import _validate as check
+from qclip import accounting
+from qclip.apps.data import load
+from qclip.apps.report.style import CYCLE, label, new_figure, save
+from qclip.thresholds import Constant, PrivateQuantile, SlackQuantile, Threshold
+from qclip.training.make import make_private
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Compare thresholds at one privacy budget: test accuracy, over some seeds."""
+
+    data: str = "fashion-mnist"
+    """The data set: fashion-mnist, mnist, or another that `qclip train` knows."""
+    data_dir: Path | None = None
+    """Where its files are."""
+    epsilon: float = 3.0
+    """The budget."""
+    delta: float = 1e-5
+    """Of the budget."""
+    epochs: int = 40
+    """How long each run is."""
+    batch_size: int = 2048
+    """Expected examples per step."""
+    learning_rate: float = 4.0
+    """Of every run, in units of its threshold."""
+    quantiles: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9)
+    """The unclipped fractions p."""
+    constants: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0, 100.0)
+    """The constant thresholds to compare with."""
+    seeds: int = 3
+    """How many runs of each."""
+    device: str = "cpu"
+    """Where to train: cpu or cuda."""
+    workers: int = 1
+    """How many runs at a time."""
+    out: Path = Path("out/quality")
+    """Where to write rows.json, table.md and quality.png."""
+
+    @property
+    def thresholds(self) -> dict[str, Threshold[Any]]:
+        """What is compared, by name."""
+        found: dict[str, Threshold[Any]] = {f"PrivateQuantile({p:g})": PrivateQuantile(p) for p in self.quantiles}
+        found |= {f"SlackQuantile({p:g})": SlackQuantile(p) for p in self.quantiles}
+        return found | {f"Constant({c:g})": Constant(c) for c in self.constants}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run."""
+
+    threshold: str
+    seed: int
+    accuracy: float
+    """On the test set, after the last step."""
+    epsilon: float
+    tau: float
+    """At the last step."""
+    noise_multiplier: float
+
+
+def train(settings: Quality, name: str, seed: int, noise_multiplier: float) -> Row:
+    """One private run."""
+    torch.set_num_threads(1 if settings.workers > 1 else torch.get_num_threads())
+    torch.manual_seed(seed)
+    task = load(settings.data, data_dir=settings.data_dir)
+    model = task.build_model().to(settings.device)
+    assert isinstance(task.train, TensorDataset)
+    training = make_private(
+        model,
+        torch.optim.SGD(model.parameters(), lr=settings.learning_rate),
+        TensorDataset(*(tensor.to(settings.device) for tensor in task.train.tensors)),
+        loss=task.loss,
+        batch_size=settings.batch_size,
+        epochs=settings.epochs,
+        noise_multiplier=noise_multiplier,
+        delta=settings.delta,
+        threshold=settings.thresholds[name],
+        normalize=True,
+        seed=seed,  # an experiment that can be repeated; leave it out for data that matter
+    )
+    for _ in range(settings.epochs):
+        for x, y in training.loader:
+            training.step(x, y)
+    tau = training.history[-1].tau[0]
+    return Row(name, seed, task.score(model)["accuracy"], training.epsilon(), tau, noise_multiplier)
+
+
+def quality(settings: Quality, say: Callable[[str], None] = print) -> list[Row]:
+    """Every run; rows.json is rewritten after each, so that nothing is lost."""
+    settings.out.mkdir(parents=True, exist_ok=True)
+    task = load(settings.data, data_dir=settings.data_dir)
+    assert isinstance(task.train, TensorDataset)
+    z = accounting.noise_multiplier(
+        epsilon=settings.epsilon, delta=settings.delta, examples=len(task.train), batch_size=settings.batch_size,
+        epochs=settings.epochs,
+    )  # fmt: skip
+    jobs = [(name, seed) for seed in range(check.count("seeds", settings.seeds)) for name in settings.thresholds]
+    rows: list[Row] = []
+    for row in _results(settings, jobs, z):
+        rows.append(row)
+        (settings.out / "rows.json").write_text(json.dumps([asdict(each) for each in rows], indent=1))
+        say(f"{len(rows)}/{len(jobs)}  {row.threshold}  seed {row.seed}: {row.accuracy:.4f}  (tau {row.tau:.3g})")
+    (settings.out / "table.md").write_text(table(rows))
+    save(draw(rows), settings.out / "quality.png")
+    return rows
+
+
+def _results(settings: Quality, jobs: list[tuple[str, int]], z: float) -> Iterable[Row]:
+    if settings.workers == 1:
+        yield from (train(settings, name, seed, z) for name, seed in jobs)
+        return
+    with ProcessPoolExecutor(settings.workers, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(train, *zip(*((settings, name, seed, z) for name, seed in jobs), strict=True))
+
+
+def table(rows: list[Row]) -> str:
+    """Mean, lowest and highest accuracy of each threshold, as markdown."""
+    lines = ["| threshold | accuracy | lowest | highest | tau at the end |", "|---|---|---|---|---|"]
+    for name, found in _grouped(rows).items():
+        values = [100 * row.accuracy for row in found]
+        tau = statistics.mean(row.tau for row in found)
+        lines.append(f"| {name} | {statistics.mean(values):.2f} | {min(values):.2f} | {max(values):.2f} | {tau:.3g} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(rows: list[Row]) -> Figure:
+    """Accuracy against the constant C, and against the quantile p, on one scale."""
+    figure, axes = new_figure(2, width=8.0)
+    families: dict[str, dict[float, list[float]]] = {}
+    for name, found in _grouped(rows).items():
+        family, _, value = name.removesuffix(")").partition("(")
+        families.setdefault(family, {})[float(value)] = [100 * row.accuracy for row in found]
+    for family, points in families.items():
+        ax, color = axes[family != "Constant"], CYCLE[list(families).index(family)]
+        ax.plot(list(points), [*map(statistics.mean, points.values())], color=color, marker="o", ms=4, label=family)
+        for value, accuracies in points.items():
+            ax.plot([value] * len(accuracies), accuracies, ".", color=color, alpha=0.4, markersize=4)
+    axes[0].set_xscale("log")
+    axes[1].sharey(axes[0])
+    label(axes[0], "constant C", "test accuracy (%)", "a constant threshold")
+    label(axes[1], "unclipped fraction p", "", "a private quantile")
+    return figure
+
+
+def _grouped(rows: list[Row]) -> dict[str, list[Row]]:
+    return {name: [row for row in rows if row.threshold == name] for name in dict.fromkeys(r.threshold for r in rows)}

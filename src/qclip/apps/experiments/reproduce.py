@@ -1,0 +1,206 @@
+"""Run the claims, write what was found: claims.json, figures and one self-contained report."""
+
+import json
+import platform
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from html import escape
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from qclip import _validate as check
+from qclip.apps.experiments import additions, fixed_clip, lemmas, privacy, rates, theorem1, theorem2, two_point
+from qclip.apps.experiments.claim import Claim, Effort, Outcome
+from qclip.apps.report import page
+from qclip.apps.report.style import save
+
+CLAIMS: tuple[Claim, ...] = (
+    lemmas.lemma1_threshold,
+    lemmas.lemma1_bias,
+    lemmas.lemma1_proof_step,
+    lemmas.lemma2_recursion,
+    theorem1.theorem1_constant,
+    theorem1.theorem1_varying,
+    theorem1.corollary_bias_floor,
+    theorem1.corollary_beta_tradeoff,
+    theorem1.term2_direction,
+    rates.schedule_rate_q2,
+    rates.schedule_rate_q15,
+    rates.schedule_removes_bias,
+    rates.log_factor,
+    fixed_clip.fixed_clip_fixed_point,
+    fixed_clip.fixed_clip_growing_threshold,
+    fixed_clip.fixed_clip_lambda,
+    fixed_clip.fixed_clip_vs_quantile,
+    two_point.two_point_printed,
+    two_point.two_point_actual,
+    privacy.sigma_dp_convention,
+    privacy.exact_quantile_not_private,
+    theorem2.theorem2_printed,
+    theorem2.theorem2_corrected,
+    privacy.noise_floor,
+    theorem2.sharp_theorem,
+    rates.sharp_rate_q2,
+    rates.sharp_rate_q15,
+    additions.inexact_quantile,
+    additions.certificate,
+    additions.group_noise_allocation,
+)
+
+COLORS = {"holds": "green", "erratum": "yellow", "fails": "red"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A claim, what was found, how long it took, and where its figure is."""
+
+    claim: Claim
+    outcome: Outcome
+    seconds: float
+    figure: Path | None
+
+    def as_json(self) -> dict:
+        """The entry of claims.json."""
+        return {
+            "id": self.claim.id,
+            "claim": self.claim.statement,
+            "equation": self.claim.equation,
+            "expected": self.outcome.expected,
+            "measured": self.outcome.measured,
+            "error": self.outcome.error,
+            "verdict": self.outcome.verdict,
+            "seconds": round(self.seconds, 2),
+            "figure": f"figures/{self.figure.name}" if self.figure else None,
+            "values": self.outcome.values,
+        }
+
+
+def select(only: Sequence[str]) -> list[Claim]:
+    """The claims with these ids (all of them when none is named), in the report's order."""
+    known = {claim.id: claim for claim in CLAIMS}
+    for name in only:
+        if name not in known:
+            near = get_close_matches(name, known, n=3) or list(known)
+            raise check.refuse("--only", name, "the id of a claim", f"did you mean {' or '.join(near)}?")
+    return [claim for claim in CLAIMS if not only or claim.id in only]
+
+
+def reproduce(out: Path, *, quick: bool = False, only: Sequence[str] = (), console: Console | None = None) -> list[Row]:
+    """Run the claims and write ``claims.json``, ``figures/`` and ``report.html`` into ``out``.
+
+    ``claims.json`` is rewritten after every claim, so an interrupted run leaves what it found.
+    """
+    console = console or Console()
+    chosen = select(only)
+    (out / "figures").mkdir(parents=True, exist_ok=True)
+    effort = Effort(quick=quick)
+    rows: list[Row] = []
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress, _finally_report(rows, out, quick):
+        task = progress.add_task("", total=len(chosen))
+        for claim in chosen:
+            progress.update(task, description=f"{claim.id:32}")
+            rows.append(_run(claim, effort, out))
+            _write_json(rows, out)
+            progress.advance(task)
+            verdict = rows[-1].outcome.verdict
+            console.print(f"[{COLORS[verdict]}]{verdict:8}[/] {claim.id:32} {rows[-1].seconds:6.1f} s")
+    return rows
+
+
+@contextmanager
+def _finally_report(rows: list[Row], out: Path, quick: bool) -> Iterator[None]:
+    """Write the report whatever happens: an interrupted run shows what it finished."""
+    try:
+        yield
+    finally:
+        (out / "report.html").write_text(_report(rows, quick), encoding="utf-8")
+
+
+def _run(claim: Claim, effort: Effort, out: Path) -> Row:
+    started = time.perf_counter()
+    try:
+        outcome = claim.run(effort)
+    except Exception as error:
+        # A claim that cannot be run has failed; the others still can be.
+        outcome = Outcome("an outcome", f"{type(error).__name__}: {error}", printed=False)
+    path = None
+    if outcome.draw is not None:
+        path = out / "figures" / f"{claim.id}.png"
+        save(outcome.draw(), path)
+    return Row(claim, outcome, time.perf_counter() - started, path)
+
+
+def _write_json(rows: list[Row], out: Path) -> None:
+    text = json.dumps([row.as_json() for row in rows], indent=1)
+    temporary = out / "claims.json.part"
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(out / "claims.json")
+
+
+def summary(rows: list[Row]) -> Table:
+    """The verdicts, counted."""
+    counts = Counter[str](row.outcome.verdict for row in rows)
+    table = Table(title=None, show_header=False, box=None)
+    for verdict, color in COLORS.items():
+        if counts[verdict]:
+            table.add_row(f"[{color}]{verdict}[/]", str(counts[verdict]))
+    return table
+
+
+def _report(rows: list[Row], quick: bool) -> str:
+    counts = Counter[str](row.outcome.verdict for row in rows)
+    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in COLORS if counts[verdict])
+    packages = ", ".join(f"{name} {version(name)}" for name in ("qclip", "numpy", "scipy", "numba") if find_spec(name))
+    kind, seconds = "Quick" if quick else "Full", sum(row.seconds for row in rows)
+    facts = f"{kind} run of {seconds:.0f} s on Python {platform.python_version()}, {packages}."
+    body = [
+        "<h1>The paper, executed</h1>",
+        f'<p class="lead">Every claim of “On the Convergence of DP-SGD with Adaptive Clipping”, and of this project’s '
+        f"corrections and additions: {told}. A verdict follows from a measurement or, where the statement is about a "
+        f"formula, from its evaluation. <b>erratum</b> means that the printed text fails where our repair holds.</p>",
+        f'<p class="facts">{escape(facts)}</p>',
+        page.table(
+            ("verdict", "claim", "where", "seconds"),
+            (
+                (
+                    page.tag(row.outcome.verdict),
+                    f'<a href="#{row.claim.id}"><code>{row.claim.id}</code></a><br>{escape(row.claim.statement)}',
+                    escape(row.claim.equation),
+                    f"{row.seconds:.1f}",
+                )
+                for row in rows
+            ),
+        ),
+    ]
+    for row in rows:
+        body += [
+            f'<h2 id="{row.claim.id}">{page.tag(row.outcome.verdict)} <code>{row.claim.id}</code></h2>',
+            f"<p>{escape(row.claim.statement)}.</p>",
+            page.definitions(
+                [
+                    ("where", row.claim.equation),
+                    ("expected", row.outcome.expected),
+                    ("measured", row.outcome.measured),
+                    ("error", row.outcome.error),
+                    ("took", f"{row.seconds:.1f} s"),
+                ]
+            ),
+            page.image(row.figure, row.claim.id) if row.figure else "",
+        ]
+    return page.page("qclip reproduce", body)

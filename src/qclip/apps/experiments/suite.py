@@ -1,0 +1,54 @@
+"""The problems that the claims are measured on."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from qclip._validate import Floats
+from qclip.simulation.problems import (
+    Gaussian,
+    HeavyTailedQuadratic,
+    Logistic,
+    NonConvex,
+    Pareto,
+    Problem,
+    StudentT,
+    TwoPoint,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem, its name and a start."""
+
+    name: str
+    problem: Problem
+    x0: Floats
+
+    def moments(self, candidates: tuple[float, ...] = (1.2, 1.5, 2.0)) -> list[float]:
+        """The q among the candidates whose moment the noise has."""
+        return [q for q in candidates if np.isfinite(self.problem.sigma(q))]
+
+
+def cases(rng: np.random.Generator) -> list[Case]:
+    """Every kind of problem: light and heavy tails, symmetric and skewed, atoms, a finite sum, a non-convex one."""
+    spectrum = np.geomspace(0.1, 1, 5)
+    problems: dict[str, Problem] = {
+        "quadratic, Gaussian": HeavyTailedQuadratic(10, Gaussian(0.3)),
+        "quadratic, Student t (2.5)": HeavyTailedQuadratic(5, StudentT(2.5, 0.3), spectrum),
+        "quadratic, Pareto (1.7)": HeavyTailedQuadratic(1, Pareto(1.7, 0.5)),
+        "quadratic, one-sided Pareto (2.2)": HeavyTailedQuadratic(3, Pareto(2.2, 0.5, one_sided=True)),
+        "two points": TwoPoint(2, 0.7),
+        "non-convex wells, Student t (3)": NonConvex(3, StudentT(3, 0.3)),
+        "logistic, heavy rows": Logistic.generate(120, 4, rng, tail=2.5),
+    }
+    return [
+        Case(name, problem, problem.minimiser + rng.standard_normal(problem.dim)) for name, problem in problems.items()
+    ]
+
+
+def points(case: Case, rng: np.random.Generator, count: int) -> Floats:
+    """Points around the minimiser at distances over several decades, [count, d]."""
+    direction = rng.standard_normal((count, case.problem.dim))
+    direction /= np.linalg.norm(direction, axis=1, keepdims=True)
+    return case.problem.minimiser + direction * np.geomspace(1e-2, 1e1, count)[:, None]

@@ -1,0 +1,113 @@
+"""Several runs side by side: what was read of them, as rows of a table."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qclip.apps.report import words
+from qclip.apps.report.record import Record, read, short_names
+
+Row = dict[str, str]
+UNCOMPARED = ("out", "command", "resume")
+"""Settings that differ between any two runs and explain nothing."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The runs that could be read, by short name, and what was wrong with the others."""
+
+    runs: Mapping[str, Record]
+    broken: Mapping[str, str]
+
+    @property
+    def metrics(self) -> list[str]:
+        """The held-out metrics to compare by: the first of each run."""
+        return list(dict.fromkeys(name for record in self.runs.values() for name in record.metrics[:1]))
+
+    def rows(self) -> list[Row]:
+        """A row per run, as text; a column that no run fills is left out."""
+        rows = [{"run": name} | self._row(record) for name, record in self.runs.items()]
+        filled = {column for row in rows for column, text in row.items() if text}
+        return [{column: text for column, text in row.items() if column in filled} for row in rows]
+
+    def differences(self) -> dict[str, str]:
+        """The settings in which the runs differ: each value, and the runs that have it."""
+        known = {name: record.summary.settings for name, record in self.runs.items()}
+        names = dict.fromkeys(key for given in known.values() for key in given if key not in UNCOMPARED)
+        texts = {key: {run: words.plain(given.get(key)) or "none" for run, given in known.items()} for key in names}
+        return {key: _grouped(text) for key, text in texts.items() if len(set(text.values())) > 1}
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything that the table says, as numbers."""
+        return {
+            "runs": [_as_json(name, record) for name, record in self.runs.items()],
+            "broken": [{"run": name, "error": error} for name, error in self.broken.items()],
+        }
+
+    def _row(self, record: Record) -> Row:
+        summary = record.summary
+        return {
+            "task": words.plain(summary.task),
+            "threshold": words.threshold(record),
+            "p": words.quantile(record),
+            "groups": words.plain(len(record.groups)) if len(record.steps) else "",
+            "batch": words.plain(summary.batch_size),
+            "steps": words.steps(record),
+            "epochs": words.number(words.epochs(record)),
+            "noise": words.number(summary.noise_multiplier),
+            "epsilon": words.epsilon(record.epsilon),
+            "delta": words.number(summary.delta),
+            **{name: words.number(record.last(name)) if name in record.metrics[:1] else "" for name in self.metrics},
+            "seconds": words.number(summary.seconds),
+        }
+
+
+def compare(folders: Sequence[Path]) -> Comparison:
+    """Read the folders; what cannot be read is kept by its error."""
+    runs: dict[str, Record] = {}
+    broken: dict[str, str] = {}
+    for name, folder in zip(short_names(folders), folders, strict=True):
+        try:
+            runs[name] = read(folder)
+        except (ValueError, OSError) as error:
+            broken[name] = str(error)
+    return Comparison(runs, broken)
+
+
+def constant_columns(rows: Sequence[Row]) -> Row:
+    """What all rows have in common, where there are several."""
+    if len(rows) < 2:
+        return {}
+    return {column: text for column, text in rows[0].items() if all(row[column] == text for row in rows)}
+
+
+def _grouped(texts: Mapping[str, str]) -> str:
+    """Each value with the runs that have it, in the order of their first."""
+    holders: dict[str, list[str]] = {}
+    for run, text in texts.items():
+        holders.setdefault(text, []).append(run)
+    most = max(holders.values(), key=len)
+    named = {
+        text: "the others" if runs is most and len(runs) > 3 else ", ".join(runs) for text, runs in holders.items()
+    }
+    return "; ".join(f"{text} ({runs})" for text, runs in named.items())
+
+
+def _as_json(name: str, record: Record) -> dict[str, Any]:
+    keys = ("task", "batch_size", "noise_multiplier", "delta", "accuracy", "held_out", "seconds", "num_steps")
+    targets = record.targets
+    return {
+        "run": name,
+        "folder": str(record.folder),
+        "finished": record.finished,
+        "steps": record.done,
+        "private": record.private,
+        "epsilon": record.epsilon if record.private else None,
+        "threshold": dict(record.threshold),
+        "p": None if targets is None else float(targets[-1]),
+        "groups": len(record.groups),
+        "epochs": words.epochs(record),
+        "last_tau": record.taus[-1].tolist() if len(record.steps) else [],
+        **{key: getattr(record.summary, key) for key in keys},
+    }

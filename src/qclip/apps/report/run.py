@@ -1,0 +1,212 @@
+"""The report of one run: a page that explains itself to someone who has not read the paper."""
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from matplotlib.figure import Figure
+
+from qclip.apps.report import figures, page, words
+from qclip.apps.report.record import Record, read
+from qclip.apps.report.style import save
+from qclip.apps.run_folder import RunFolder
+
+STYLE = """<style>
+.headline { display: flex; flex-wrap: wrap; gap: 2.6rem; margin: 1.2rem 0; }
+.headline div { color: #55606b; font-size: .85rem; } .headline b { display: block; color: #1d2329; font-size: 1.7rem; }
+p.note { border-left: 3px solid #d9822b; padding: .1rem .8rem; background: #fdf6ee; }
+dl { grid-template-columns: 12rem 1fr; } p.caption { max-width: 50rem; margin: .2rem 0 .4rem; }
+table.wide { font-size: .8rem; } .wide th, .wide td { padding: .3rem .4rem; }
+summary { color: #2563a8; cursor: pointer; } pre { background: #f2f4f6; padding: .6rem .8rem; white-space: pre-wrap; }
+</style>"""
+
+TERMS = {
+    "optimisation": "what is left of the distance at the start; shrinks with more steps and larger ones",
+    "variance": "the noise of sampling and of privacy; shrinks with larger batches and smaller steps",
+    "bias": "the pull of clipping; shrinks when fewer examples are clipped",
+    "total": "the sum",
+}
+
+
+def write_report(folder: Path, out: Path | None = None) -> Path:
+    """Write the report of the run in ``folder``, to its report.html unless ``out`` says otherwise; returns where it is.
+
+    Refused, naming the file, where metrics.jsonl or summary.json is missing or cannot be understood.
+    """
+    record = read(folder)
+    path = RunFolder(Path(folder)).report_file if out is None else out
+    path.parent.mkdir(parents=True, exist_ok=True)
+    title = f"{record.folder.resolve().name}: a qclip run"
+    path.write_text(page.page(title, [STYLE, *_body(record)]), encoding="utf-8")
+    return path
+
+
+def picture(figure: Figure, alternative: str) -> str:
+    """A figure, inside the page."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "figure.png"
+        save(figure, path)
+        return page.image(path, alternative)
+
+
+def caption(*sentences: str) -> str:
+    """What a figure shows; the sentences are HTML already, and empty ones are left out."""
+    return f'<p class="caption">{" ".join(filter(None, sentences))}</p>'
+
+
+def _body(record: Record) -> Iterator[str]:
+    summary = record.summary
+    yield f"<h1>Training on {escape(summary.task)}</h1>"
+    yield f'<p class="lead">{escape(summary.description)}</p>'
+    yield _headline(record)
+    yield from (f'<p class="note">{note}</p>' for note in _notes(record))
+    if len(record.steps):
+        yield from _threshold(record)
+        yield from _unclipped(record)
+        yield from _epsilon(record)
+    yield from _held_out(record)
+    yield from _certificate(record)
+    yield from _facts(record)
+
+
+def _headline(record: Record) -> str:
+    cards = [(words.number(record.last(metric)), f"held-out {escape(metric)}") for metric in record.metrics[:1]]
+    delta = words.number(record.summary.delta)
+    cards.append((f"ε = {words.epsilon(record.epsilon)}", f"spent, at δ = {delta}" if record.private else "no privacy"))
+    if len(record.steps):
+        p = words.quantile(record)
+        what = escape(words.threshold(record)) + (f", p = {p}" if p else "")
+        cards.append((words.taus(record), f"last threshold ({what})"))
+    shown = "".join(f"<div><b>{value}</b>{text}</div>" for value, text in cards)
+    return f'<div class="headline">{shown}</div>'
+
+
+def _notes(record: Record) -> Iterator[str]:
+    if lost := record.summary.lost_threshold:
+        yield (
+            f"{escape(lost[:1].upper() + lost[1:])}. <b>Look at the scores with care:</b> such a run may have learnt "
+            "nothing but which class is the most frequent, and an accuracy does not show it."
+        )
+    if not record.finished:
+        yield f"This run is not finished: {words.steps(record)} steps are done. Epsilon is what they spent."
+    if not record.private:
+        yield (
+            "This run is <b>not private</b>: it added no noise, or its threshold looked at the data. "
+            "Do not release the model where the data must stay secret."
+        )
+    elif record.summary.seeded:
+        yield "The random numbers came from a seed that was given: whoever knows it can take the noise away again."
+
+
+def _threshold(record: Record) -> Iterator[str]:
+    count = len(record.groups)
+    yield "<h2>The threshold</h2>"
+    yield caption(
+        "An example's gradient is shortened to the threshold if it is longer, so that no example counts for more.",
+        "The noise is in proportion to it: a high threshold drowns the gradient in noise, a low one distorts it.",
+        "Nobody set it by hand: it follows the gradients, so that a fraction p of the examples stays as it is."
+        + (" Here it has lost them: see the note above." if record.summary.lost_threshold else "")
+        if words.quantile(record)
+        else "It was given beforehand and does not depend on the data.",
+        f"The {count} groups of parameters have one each." if count > 1 else "",
+        "Equal distances on the axis are equal factors.",
+    )
+    yield picture(figures.threshold_path(record), "threshold against steps")
+    if count > 1:
+        yield _groups(record)
+
+
+def _groups(record: Record) -> str:
+    ends = zip(record.groups, record.taus[0], record.taus[-1], strict=True)
+    rows = (
+        (str(index), escape(name), words.number(float(first), 3), words.number(float(last), 3))
+        for index, (name, first, last) in enumerate(ends, start=1)
+    )
+    table = page.table(("number", "group", "first threshold", "last threshold"), rows)
+    return f"<details><summary>Thresholds of the {len(record.groups)} groups</summary>{table}</details>"
+
+
+def _unclipped(record: Record) -> Iterator[str]:
+    yield "<h2>How many examples stay unclipped</h2>"
+    if not record.asked:
+        yield caption("This threshold does not ask, so the run has not learnt it.")
+        return
+    noise = ", with the noise that keeps it private: single ones may lie below 0 or above 1" if record.private else ""
+    yield caption(
+        f"Dots: what the run learnt at each step{noise}." if len(record.groups) <= figures.FEW else "",
+        f"Lines: running means over {figures.window(len(record.steps))} steps.",
+        "Dashed: the target p. A line near it says that the threshold follows; one below it, that the threshold is too "
+        "low, as it may be at the start; one above it, that it is too high, or that none is low enough: more gradients "
+        "vanish than p allows, and the threshold falls to its lower bound."
+        if record.targets is not None
+        else "",
+    )
+    yield picture(figures.unclipped_fraction(record), "fraction of examples left unclipped against steps")
+
+
+def _epsilon(record: Record) -> Iterator[str]:
+    if not record.private:
+        return
+    delta = words.number(record.summary.delta)
+    yield "<h2>The privacy spent</h2>"
+    yield caption(
+        "Whether or not any one example was in the data, nothing that the run released becomes more than",
+        f"e<sup>ε</sup> times as likely, but for a probability of δ = {delta}.",
+        "Each step spends a little. Dots: where it was computed.",
+    )
+    yield picture(figures.epsilon_spent(record), "epsilon spent against steps")
+
+
+def _held_out(record: Record) -> Iterator[str]:
+    yield "<h2>On held-out examples</h2>"
+    if not record.metrics:
+        yield caption("No score was recorded.")
+        return
+    yield caption(
+        "Measured on examples that took no part in training. The guarantee is about the training examples, not about",
+        "these.",
+    )
+    yield picture(figures.held_out(record), "held-out metrics over the run")
+
+
+def _certificate(record: Record) -> Iterator[str]:
+    found, refused = record.summary.certificate, record.summary.certificate_refused
+    if found is None and refused is None:
+        return
+    yield "<h2>What the run is known to have achieved</h2>"
+    if found is None:
+        yield caption(f"There is no certificate: {escape(str(refused))}")
+        return
+    surely = f", with a confidence of {found.confidence:.0%} in the noisy fractions"
+    yield caption(
+        "A bound on the squared length of the true gradient, its mean over the steps and over runs: 0 is a stationary",
+        f"point. It follows{surely}, from the thresholds recorded above and from the smoothness, the noise and the gap",
+        "that were given for the problem: it is as true as they are.",
+    )
+    rows = [(name, words.number(getattr(found, name)), text) for name, text in TERMS.items()]
+    yield page.table(("term", "bound", "what it is"), rows)
+
+
+def _facts(record: Record) -> Iterator[str]:
+    summary = record.summary
+    yield "<h2>The run</h2>"
+    z, gradient = words.number(summary.noise_multiplier), words.number(summary.gradient_noise_multiplier)
+    rate = words.number(summary.sample_rate)
+    known = {
+        "examples": words.plain(summary.examples),
+        "expected batch size": f"{words.plain(summary.batch_size)} (each joins with {rate})",
+        "steps": words.steps(record),
+        "epochs": words.number(words.epochs(record)),
+        "noise multiplier": f"{z} in all, {gradient} on the gradient",
+        "trainable parameters": words.plain(summary.parameters),
+        "groups": words.plain(len(record.groups)) if len(record.steps) else "",
+        "threshold": words.threshold_settings(record),
+        "seconds": words.plain(summary.seconds),
+    }
+    yield page.definitions(known.items())
+    shown = [(key.replace("_", " "), words.plain(value)) for key, value in summary.settings.items()]
+    yield f"<h2>Settings</h2>{page.definitions(shown)}"
+    yield f"<h2>Command</h2><pre>{escape(summary.command)}</pre>"
+    told = ", ".join(f"{name} {version}" for name, version in summary.versions.items())
+    yield f'<p class="facts">{escape(told)}</p>'

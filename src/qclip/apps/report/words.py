@@ -1,0 +1,97 @@
+"""How values of a run are written: numbers short, absences silent."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from qclip.apps.report.record import Record
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """A number in few digits; nothing for None.
+
+    >>> number(0.000123456), number(60000), number(math.inf), number(None)
+    ('0.0001235', '60,000', 'infinite', '')
+    """
+    if value is None:
+        return ""
+    if not math.isfinite(value):
+        return "infinite" if value > 0 else str(value)
+    if float(value).is_integer() and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:.{digits}g}"
+
+
+def epsilon(value: float) -> str:
+    """An epsilon, rounded up.
+
+    >>> epsilon(2.99971), epsilon(0.0001), epsilon(math.inf)
+    ('3.000', '0.001', 'infinite')
+    """
+    return f"{math.ceil(1000 * value) / 1000:.3f}" if math.isfinite(value) else number(value)
+
+
+def plain(value: Any) -> str:
+    """Any value of a JSON file, as text.
+
+    >>> plain([1, 2.5]), plain(True), plain({"initial": 0.3, "high": None})
+    ('1, 2.5', 'yes', 'initial 0.3')
+    """
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "yes" if value else "no"
+        case int() | float():
+            return number(value)
+        case list() | tuple():
+            return ", ".join(plain(each) for each in value)
+        case Mapping():
+            inner = (
+                (key, f"({plain(each)})" if isinstance(each, Mapping) else plain(each)) for key, each in value.items()
+            )
+            return ", ".join(f"{key} {text}" for key, text in inner if text)
+        case _:
+            return str(value)
+
+
+def threshold(record: Record) -> str:
+    """The threshold's name."""
+    return str(record.threshold.get("name", "unknown"))
+
+
+def threshold_settings(record: Record) -> str:
+    """The threshold's name and settings."""
+    settings = plain({key: value for key, value in record.threshold.items() if key != "name"})
+    return f"{threshold(record)}: {settings}" if settings else threshold(record)
+
+
+def quantile(record: Record) -> str:
+    """The fraction that the threshold was to leave unclipped: a number, or from where to where; empty without one."""
+    targets = record.targets
+    if targets is None:
+        return ""
+    first, last = number(float(targets[0]), 3), number(float(targets[-1]), 3)
+    return first if first == last else f"{first} to {last}"
+
+
+def taus(record: Record) -> str:
+    """The last threshold, or the range over the groups."""
+    if not len(record.steps):
+        return ""
+    low, high = float(record.taus[-1].min()), float(record.taus[-1].max())
+    return number(low, 3) if len(record.groups) == 1 else f"{number(low, 3)} to {number(high, 3)}"
+
+
+def steps(record: Record) -> str:
+    """The steps done, and of how many where there are more to do."""
+    done, planned = plain(record.done), plain(record.summary.num_steps)
+    return done if record.finished else f"{done} of {planned}"
+
+
+def epochs(record: Record) -> float:
+    """The epochs that the run was given, when it finished them; else how often each example was used on average."""
+    given = record.summary.settings.get("epochs")
+    if record.finished and isinstance(given, int):
+        return given
+    return round(record.done * record.summary.sample_rate, 2)

@@ -1,0 +1,126 @@
+"""The loop of a run: steps, scores and checkpoints, until it is done or a stop is asked for."""
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from qclip import _validate as check
+from qclip.apps.trainer.interrupt import Interrupt
+from qclip.apps.trainer.run import Run
+from qclip.apps.trainer.screen import Screen
+from qclip.apps.trainer.summary import summarise
+
+PATIENCE = 3
+"""After so many steps in a row without a finite training loss the held-out loss is looked at."""
+
+
+def train(run: Run, screen: Screen, interrupt: Interrupt) -> bool:
+    """Train to the end of the plan, or of the step in which a stop is asked for; returns whether the plan is done.
+
+    A checkpoint is written before the first step, after every epoch, and at the stop. A run whose parameters or
+    held-out loss are no longer finite is refused, and its last checkpoint stays. Both are functions of what was
+    released; only when the held-out loss is looked at depends on the training examples.
+    """
+    training, losses = run.training, RawLosses()
+    done = len(training.history)
+    if done == 0:
+        _save(run)
+    while done < training.num_steps and not interrupt.asked:
+        done = _rest_of_epoch(run, screen, interrupt, losses, done)
+        if done % training.steps_per_epoch == 0:
+            _score(run, screen, done)
+        _save(run)
+    run.folder.write_summary(summarise(run, exact=True))
+    return done == training.num_steps
+
+
+def _rest_of_epoch(run: Run, screen: Screen, interrupt: Interrupt, losses: "RawLosses", done: int) -> int:
+    """Steps to the end of the epoch, or to the stop; returns how many steps are done in all."""
+    training = run.training
+    for batch in training.loader:
+        losses.add(training.step(*batch), examples=len(batch[-1]))
+        if not training.updated:
+            continue
+        done += 1
+        raw_loss = losses.take()
+        if losses.lost == PATIENCE:
+            _held_out(run)
+            screen.warn("the loss of some training examples is not finite: they add nothing to the gradient")
+        _refuse_lost_parameters(run)
+        line = _step_line(run, raw_loss)
+        run.folder.append(line)
+        screen.step(line, raw_loss)
+        if interrupt.asked:
+            break
+    return done
+
+
+class RawLosses:
+    """The mean loss of a logical step, from those of its physical batches."""
+
+    def __init__(self) -> None:
+        self.lost = 0
+        """The steps in a row, to the last one, whose mean was not finite."""
+        self._parts: list[tuple[Tensor, int]] = []
+
+    def add(self, raw_loss: Tensor, *, examples: int) -> None:
+        """Take in the mean over a physical batch."""
+        self._parts.append((raw_loss, examples))
+
+    def take(self) -> float:
+        """The mean over all of them; the next step begins."""
+        parts, self._parts = self._parts, []
+        mean = sum(loss.item() * examples for loss, examples in parts) / sum(examples for _, examples in parts)
+        self.lost = 0 if math.isfinite(mean) else self.lost + 1
+        return mean
+
+
+def _step_line(run: Run, raw_loss: float) -> dict[str, Any]:
+    record = run.training.history[-1]
+    line = {
+        "step": record.step,
+        "tau": record.tau,
+        "noisy_unclipped": record.noisy_unclipped,
+        "step_size": record.step_size,
+        "lost": record.lost,
+        "epsilon": run.training.epsilon_curve(record.step + 1),
+    }
+    return line | {"raw_loss": raw_loss} if run.settings.write_raw_loss else line
+
+
+def _score(run: Run, screen: Screen, done: int) -> None:
+    run.held_out = _held_out(run)
+    epoch = done // run.training.steps_per_epoch
+    line = {"step": done, "epoch": epoch, "held_out": run.held_out, "epsilon": run.training.epsilon_curve(done)}
+    run.folder.append(line)
+    screen.score(line)
+
+
+def _held_out(run: Run) -> dict[str, float]:
+    score = run.task.score(run.model)
+    for name, value in score.items():
+        if not math.isfinite(value):
+            raise _diverged(run, f"held-out {name}", value)
+    return score
+
+
+def _refuse_lost_parameters(run: Run) -> None:
+    for name, parameter in run.model.named_parameters():
+        if not parameter.isfinite().all():
+            raise _diverged(run, f"parameter {name}", "NaN or infinite")
+
+
+def _diverged(run: Run, name: str, value: object) -> ValueError:
+    remedy = (
+        f"training has diverged: take a lower --lr than {run.settings.lr:g} in a new run; the last good checkpoint is "
+        f"in {run.folder.path}"
+    )
+    return check.refuse(name, value, "finite", remedy)
+
+
+def _save(run: Run) -> None:
+    """Write what it takes to go on from here; the metrics first, so that they are never behind the checkpoint."""
+    run.folder.sync()
+    run.training.save(run.folder.checkpoint_file)
+    run.folder.write_summary(summarise(run, exact=False))

@@ -1,0 +1,208 @@
+"""A run: what follows from its settings, begun anew or taken up again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.utils.data import TensorDataset
+
+from qclip import _validate as check
+from qclip import thresholds
+from qclip.apps import data
+from qclip.apps.data import Task
+from qclip.apps.run_folder import RunFolder
+from qclip.apps.trainer.settings import Settings, agreed, from_public
+from qclip.training.make import make_private
+from qclip.training.run import PrivateTraining
+from qclip.training.sampling import dataset_size
+
+QUANTILES: dict[str, Callable[[float], thresholds.Threshold[Any]]] = {
+    "private-quantile": thresholds.PrivateQuantile,
+    "slack": thresholds.SlackQuantile,
+    "histogram": thresholds.HistogramQuantile,
+    "geometric": thresholds.GeometricQuantile,
+    "exact": thresholds.ExactQuantile,
+    "rolling": thresholds.RollingQuantile,
+}
+
+
+@dataclass
+class Run:
+    """A run in memory; the training owns the state, the rest is for the record."""
+
+    settings: Settings
+    """With every default filled in."""
+    task: Task
+    model: nn.Module
+    training: PrivateTraining
+    folder: RunFolder
+    held_out: dict[str, float] = field(default_factory=dict)
+    """The last held-out score."""
+    seconds_before: float = 0.0
+    """The time spent before the run was taken up again."""
+    began: float = field(default_factory=monotonic)
+    seeded: bool = False
+    """Whether it began with a seed that someone knows."""
+
+    @property
+    def seconds(self) -> float:
+        """The time spent on it so far."""
+        return self.seconds_before + monotonic() - self.began
+
+
+def start(given: Settings, folder: RunFolder, *, overwrite: bool = False) -> Run:
+    """Set up a new run. Nothing in the folder changes before all of it is known to work."""
+    given.check()
+    if folder.holds_run and not overwrite:
+        state = "a finished" if folder.summary_file.exists() and folder.summary().finished else "an unfinished"
+        remedy = "resume it (--resume), replace it (--overwrite), or choose another folder"
+        raise check.refuse("--out", str(folder.path), f"without a run in it, and holds {state} one", remedy)
+    folder.refuse_unwritable()
+    task = _load(given)
+    settings = given.filled(_defaults(task), dataset_size(task.train), _device(given.device))
+    run = _build(settings, task, folder)
+    folder.prepare()
+    if overwrite:
+        folder.clear()
+    return run
+
+
+def resume(given: Settings, folder: RunFolder) -> Run:
+    """Take up the run of this folder where its checkpoint left it; settings that contradict it are refused."""
+    summary = folder.summary()
+    if summary.finished:
+        remedy = "there is nothing left to do; start another run in another --out, or replace it (--overwrite)"
+        raise check.refuse("--out", str(folder.path), "of a run that is not finished, to resume it", remedy)
+    settings = agreed(given, from_public(summary.settings))
+    folder.refuse_unwritable()
+    task = _load(settings)
+    if task.description != summary.description:
+        remedy = "put back the data that the run began with"
+        raise check.refuse("data", task.description, f"{summary.description!r}, to resume the run", remedy)
+    run = _build(settings, task, folder)
+    run.training.load(folder.checkpoint_file)
+    folder.truncate(len(run.training.history))
+    scores = folder.scores()
+    run.held_out = scores[-1]["held_out"] if scores else {}
+    run.seconds_before = summary.seconds
+    run.seeded = summary.seeded
+    return run
+
+
+def free_folder(given: Settings) -> RunFolder:
+    """Where to write when no folder was named: out/NAME, or the first of out/NAME-2, ... that holds no run."""
+    name = Path(given.data or "digits").name.removesuffix(".gz").removesuffix(".csv")
+    folder, number = RunFolder(Path("out") / name), 1
+    while folder.holds_run:
+        number += 1
+        folder = RunFolder(Path("out") / f"{name}-{number}")
+    return folder
+
+
+def _load(settings: Settings) -> Task:
+    columns = {}
+    for given in settings.columns:
+        name, separator, kind = given.rpartition("=")
+        if not separator:
+            raise check.refuse("--columns", given, "NAME=KIND", "such as age=0:120, or id=drop")
+        columns[name] = kind
+    return data.load(
+        settings.data or "digits",
+        data_dir=settings.data_dir,
+        target=settings.target,
+        classes=settings.classes or None,
+        columns=columns or None,
+    )
+
+
+def _build(settings: Settings, task: Task, folder: RunFolder) -> Run:
+    examples = dataset_size(task.train)
+    assert settings.batch_size is not None
+    if settings.batch_size > examples:
+        remedy = "take a smaller batch, or more data"
+        raise check.refuse("--batch-size", settings.batch_size, f"<= {examples}, the number of examples", remedy)
+    model = _fresh_model(task, settings.seed).to(_device(settings.device))
+    _check_labels(task, model)
+    training = make_private(
+        model,
+        _optimizer(model, settings),
+        task.train,
+        loss=task.loss,
+        batch_size=settings.batch_size,
+        epochs=settings.epochs,
+        epsilon=settings.epsilon,
+        delta=settings.delta,
+        noise_multiplier=settings.noise_multiplier,
+        threshold=threshold(settings),
+        normalize=not settings.plain_steps,
+        groups=settings.groups or "flat",
+        physical_batch_size=settings.physical_batch_size,
+        compile=settings.compile,
+        seed=settings.seed,
+    )
+    return Run(settings, task, model, training, folder, seeded=settings.seed is not None)
+
+
+def threshold(settings: Settings) -> thresholds.Threshold[Any]:
+    """The threshold of settings that are filled in."""
+    if settings.threshold == "constant":
+        assert settings.tau is not None
+        return thresholds.Constant(settings.tau)
+    assert settings.p is not None
+    return QUANTILES[settings.threshold or "private-quantile"](settings.p)
+
+
+def _optimizer(model: nn.Module, settings: Settings) -> Optimizer:
+    assert settings.lr is not None
+    return (Adam if settings.optimizer == "adam" else SGD)(model.parameters(), lr=settings.lr)
+
+
+def _fresh_model(task: Task, seed: int | None) -> nn.Module:
+    """A model whose initial weights follow from the seed, without touching the global generator."""
+    initial = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(initial))
+        return task.build_model()
+
+
+def _check_labels(task: Task, model: nn.Module) -> None:
+    """Refuse classes that the model has no output for: on an accelerator they would end the process, unexplained."""
+    for part in (task.train, task.held_out):
+        if not isinstance(part, TensorDataset) or part.tensors[-1].is_floating_point():
+            continue
+        inputs, targets = part.tensors[0], part.tensors[-1]
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            classes = model(inputs[:1].to(device)).shape[-1]
+        low, high = int(targets.min()), int(targets.max())
+        if low < 0 or high >= classes:
+            remedy = "correct the labels, or let the model have an output for each"
+            raise check.refuse("label", low if low < 0 else high, f"in 0 .. {classes - 1}", remedy)
+
+
+def _defaults(task: Task) -> dict[str, Any]:
+    found = task.defaults
+    return {
+        "batch_size": found.batch_size,
+        "epochs": found.epochs,
+        "lr": found.learning_rate,
+        "p": 0.7,
+        "tau": found.tau,
+    }
+
+
+def _device(given: str | None) -> str:
+    if given is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=given)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise check.refuse("--device", given, f"one that is here ({reason})", "leave it out, or take cpu") from None
+    return given

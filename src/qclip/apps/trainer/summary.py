@@ -1,0 +1,61 @@
+"""The summary of a run, from the run in memory."""
+
+import math
+import platform
+
+import torch
+
+import qclip
+from qclip.apps.run_summary import Certificate, Summary
+from qclip.apps.trainer.run import Run
+from qclip.thresholds import describe
+
+CONFIDENCE = 0.95
+
+
+def summarise(run: Run, *, exact: bool) -> Summary:
+    """The summary of a run at this moment; its epsilon is rounded up a little unless ``exact``, which takes longer."""
+    training, plan = run.training, run.training.plan
+    done = len(training.history)
+    epsilon = training.epsilon() if exact else training.epsilon_curve(done)
+    certificate, refused = _certificate(run) if training.finished else (None, None)
+    return Summary(
+        epsilon=epsilon if math.isfinite(epsilon) else None,
+        delta=plan.delta,
+        private=plan.noise_multiplier > 0 and training.threshold.private,
+        accuracy=run.held_out.get("accuracy"),
+        held_out=run.held_out,
+        finished=training.finished,
+        steps=done,
+        num_steps=training.num_steps,
+        seconds=round(run.seconds, 3),
+        task=run.task.name,
+        description=run.task.description,
+        examples=plan.dataset_size,
+        batch_size=plan.batch_size,
+        sample_rate=plan.sample_rate,
+        noise_multiplier=plan.noise_multiplier,
+        gradient_noise_multiplier=training.noise_multipliers.gradient,
+        threshold=describe(training.threshold),
+        lost_threshold=training.lost_threshold,
+        groups=list(training.groups),
+        parameters=sum(p.numel() for p in run.model.parameters() if p.requires_grad),
+        settings=run.settings.public(),
+        seeded=run.seeded,
+        command=run.settings.command(),
+        versions={"qclip": qclip.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        certificate=certificate,
+        certificate_refused=refused,
+    )
+
+
+def _certificate(run: Run) -> tuple[Certificate | None, str | None]:
+    """The certificate, where one is asked for; where the theorem does not cover the run, why not."""
+    assumptions = run.settings.assumptions()
+    if assumptions is None:
+        return None, None
+    try:
+        bound = run.training.certificate(assumptions, CONFIDENCE)
+    except ValueError as error:  # the run is done and paid for: it is no less so without a certificate
+        return None, str(error)
+    return Certificate(bound.total, bound.optimisation, bound.variance, bound.bias, CONFIDENCE), None

@@ -1,0 +1,1 @@
+"""Capture: which functions consumed which parameters in a forward pass."""

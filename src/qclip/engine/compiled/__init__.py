@@ -1,0 +1,1 @@
+"""The compiled driver: the eager one, traced and compiled."""

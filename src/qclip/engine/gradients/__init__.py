@@ -1,0 +1,1 @@
+"""Per-example gradients in factored form: their norms, factors and clipped sums."""

@@ -1,0 +1,148 @@
+"""A plan: for every site of a forward pass, who owns which rows and how its gradients are computed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qclip._validate import Refusal
+from qclip.engine.gradients import fallback
+from qclip.engine.gradients.convolutions import Windows
+from qclip.engine.gradients.forms import Dense, Outer, Rows
+from qclip.engine.gradients.layouts import Layout, relative
+from qclip.engine.gradients.rules.registry import Gradient
+from qclip.engine.gradients.sites import Site, map_leaves
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """How one site is dealt with."""
+
+    layout: Layout
+    by_rule: bool
+    dims: int | None
+    """Fallback only: the number of dimensions of tensors that hold examples; None for any."""
+    name: str
+    """For messages."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How every site is dealt with; None where its parameters are left to the whole-model fallback."""
+
+    sites: tuple[SitePlan | None, ...]
+    whole: frozenset[str]
+    """Parameters left to the whole-model fallback."""
+    reasons: Mapping[str, str]
+    """Why, by parameter."""
+    proven: bool
+    """Whether the proof holds for later batches of the kind; not where a site showed no gradient, or data move rows."""
+    moved: bool = False
+    """Whether buffers and frozen parameters had other values in the proof: it then holds while they drift."""
+
+    @property
+    def why(self) -> str:
+        """The reasons in one line."""
+        return "; ".join(sorted(f"{name!r}: {reason}" for name, reason in self.reasons.items()))
+
+
+def gradient_forms(site: Site, plan: SitePlan, grads: Sequence[Tensor], batch_size: int) -> dict[int, Gradient]:
+    """Each source's per-example gradient at this site, by the id of its tensor in the call."""
+    if plan.by_rule:
+        return _rule_forms(site, plan.layout, grads[0], batch_size)
+    carrying = fallback.carriers(site.call, plan.layout, batch_size, plan.dims)
+    found = fallback.site_gradients(site, plan.layout, grads, carrying, batch_size)
+    return {key: Dense(grad) for key, grad in found.items()}
+
+
+def _rule_forms(site: Site, layout: Layout, grad: Tensor, batch_size: int) -> dict[int, Gradient]:
+    assert site.entry is not None
+    call, entry, dims = site.call, site.entry, grad.dim()
+    if any(x.is_complex() for x, _ in call.versions):
+        return {}  # rules are written for real numbers
+
+    def by_example(x: Any) -> Any:
+        if not isinstance(x, Tensor) or id(x) in call.fixed:
+            return x
+        if entry.broadcasts and x.dim() < dims:
+            x = x[(None,) * (dims - x.dim())]
+        return layout.by_example(x, batch_size) if layout.holds(x, batch_size) else x
+
+    args = tuple(map_leaves(x, by_example) for x in call.args)
+    kwargs = {key: map_leaves(x, by_example) for key, x in call.kwargs.items()}
+    with torch.no_grad():
+        gradients = entry.rule(layout.by_example(grad, batch_size), *args, **kwargs)
+    bound = entry.signature.bind(grad, *args, **kwargs).arguments
+    return {id(bound[name]): gradient for name, gradient in gradients.items() if id(bound.get(name)) in call.sources}
+
+
+def signature(sites: Sequence[Site], batch_size: int) -> tuple[Any, ...]:
+    """What two forward passes must have in common to share a plan; their batches may differ in size."""
+    return tuple(
+        (
+            site.call.function,
+            site.cast_to,
+            tuple((relative(output.shape, batch_size), output.dtype) for output in site.outputs),
+            tuple(site.parameters),
+        )
+        for site in sites
+    )
+
+
+def plan_site(
+    site: Site, layouts: Sequence[Layout], grads: Sequence[Tensor | None], batch_size: int
+) -> tuple[list[SitePlan], str]:
+    """A plan for each of the layouts that some way fits, and why there is none."""
+    if not layouts:
+        return [], "the rows of its output cannot be attributed to examples"
+    assert site.value is not None
+    filled = [
+        grad if grad is not None else torch.zeros(output.shape, dtype=output.dtype, device=site.value.device)
+        for grad, output in zip(grads, site.outputs, strict=True)
+    ]
+    plans: list[SitePlan] = []
+    for layout in layouts:
+        for by_rule, dims in _ways(site):
+            plan = SitePlan(layout, by_rule, dims, str(site))
+            try:
+                if (by_rule or _replays(site, plan, batch_size)) and _covers(site, plan, filled, batch_size):
+                    plans.append(plan)
+                    break
+            except NotImplementedError as error:
+                if not plans:
+                    raise Refusal(f"{site}: {error}") from error
+                break
+            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
+                continue  # this way does not fit the call; the next one may
+    return plans, "it has no rule, and running it again example by example does not give what it gave"
+
+
+def _covers(site: Site, plan: SitePlan, grads: Sequence[Tensor], batch_size: int) -> bool:
+    """Whether the plan gives a per-example gradient of every source."""
+    forms = gradient_forms(site, plan, grads, batch_size)
+    return all(_fits(forms.get(key), source.shape, batch_size) for key, source in site.call.sources.items())
+
+
+def _replays(site: Site, plan: SitePlan, batch_size: int) -> bool:
+    carrying = fallback.carriers(site.call, plan.layout, batch_size, plan.dims)
+    return fallback.replay_agrees(site, plan.layout, carrying, batch_size)
+
+
+def _ways(site: Site) -> Iterator[tuple[bool, int | None]]:
+    if site.entry is not None and len(site.outputs) == 1:
+        yield True, None
+    yield False, len(site.outputs[0].shape)
+    yield False, None
+
+
+def _fits(gradient: Gradient | None, shape: torch.Size, batch_size: int) -> bool:
+    if gradient is None:
+        return False
+    form = gradient() if callable(gradient) else gradient
+    if isinstance(form, Dense):
+        return form.grads.shape == (batch_size, *shape)
+    if isinstance(form, Outer) and form.left.shape[1] * form.sides[0] * form.sides[1] != form.size:
+        return False
+    return isinstance(form, (Outer, Windows, Rows)) and form.shape == shape

@@ -1,0 +1,69 @@
+"""Elementwise use of parameters (biases, layer scales, tables that are added) and giving them an example dimension."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from qclip.engine.gradients.forms import Dense
+from qclip.engine.gradients.rules.registry import Gradient, register_rule, sum_to
+from qclip.engine.kernels.products import full
+
+_T = torch.Tensor
+
+
+def _shape(x: Tensor | float) -> Sequence[int]:
+    return x.shape if isinstance(x, Tensor) else ()
+
+
+@register_rule(torch.add, _T.add, _T.add_, _T.__add__, _T.__radd__, _T.__iadd__, broadcasts=True)
+def add(grad: Tensor, input: Tensor | float, other: Tensor | float, *, alpha: float = 1) -> Mapping[str, Gradient]:
+    """``input + alpha * other``."""
+    return {
+        "input": lambda: Dense(sum_to(grad, _shape(input))),
+        "other": lambda: Dense(alpha * sum_to(grad, _shape(other)) if alpha != 1 else sum_to(grad, _shape(other))),
+    }
+
+
+@register_rule(torch.sub, _T.sub, _T.sub_, _T.__sub__, _T.__isub__, broadcasts=True)
+def sub(grad: Tensor, input: Tensor | float, other: Tensor | float, *, alpha: float = 1) -> Mapping[str, Gradient]:
+    """``input - alpha * other``."""
+    return add(grad, input, other, alpha=-alpha)
+
+
+@register_rule(torch.rsub, _T.__rsub__, broadcasts=True)
+def rsub(grad: Tensor, input: Tensor | float, other: Tensor | float, *, alpha: float = 1) -> Mapping[str, Gradient]:
+    """``other - alpha * input``."""
+    return {
+        "input": lambda: Dense(-alpha * sum_to(grad, _shape(input))),
+        "other": lambda: Dense(sum_to(grad, _shape(other))),
+    }
+
+
+@register_rule(torch.mul, _T.mul, _T.mul_, _T.__mul__, _T.__rmul__, _T.__imul__, broadcasts=True)
+def mul(grad: Tensor, input: Tensor | float, other: Tensor | float) -> Mapping[str, Gradient]:
+    """``input * other``."""
+    return {
+        "input": lambda: Dense(sum_to(full(grad) * other, _shape(input))),
+        "other": lambda: Dense(sum_to(full(grad) * input, _shape(other))),
+    }
+
+
+@register_rule(_T.expand, _T.expand_as, torch.broadcast_to, _T.broadcast_to)
+def expand(grad: Tensor, input: Tensor, *size: object, **kwargs: object) -> Mapping[str, Gradient]:
+    """A parameter repeated without a copy, such as a class token: one row per example."""
+    return {"input": lambda: Dense(sum_to(grad, input.shape))}
+
+
+@register_rule(_T.repeat, _T.tile, torch.tile)
+def repeat(grad: Tensor, input: Tensor, *repeats: object, **kwargs: object) -> Mapping[str, Gradient]:
+    """A parameter tiled: each dimension is (times, length)."""
+    return {"input": lambda: Dense(_untile(grad, input.shape))}
+
+
+def _untile(grad: Tensor, shape: torch.Size) -> Tensor:
+    extra = grad.dim() - 1 - len(shape)
+    grad = grad.sum(tuple(range(1, 1 + extra))) if extra else grad
+    for k, length in enumerate(shape):
+        grad = grad.unflatten(k + 1, (-1, length)).sum(k + 1)
+    return grad

@@ -1,0 +1,1 @@
+"""Proofs: which rows belong to which example, tested on the model itself."""

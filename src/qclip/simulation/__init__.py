@@ -1,0 +1,1 @@
+"""QC-SGD and its relatives on stochastic problems with exact oracles. Needs no torch."""

@@ -1,0 +1,91 @@
+"""What a stochastic problem offers: a smooth objective, per-example gradients and the exact quantile of their norms."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+from qclip import _validate as check
+from qclip._validate import Floats
+from qclip.simulation.problems.noise import ClipMoments
+from qclip.theory import Assumptions
+
+
+def levels(p: float | Floats) -> float | Floats:
+    """p, checked to lie in (0, 1) everywhere."""
+    check.sequence("p", np.ravel(p), low=0, high=1, remedy="it is the fraction of examples left unclipped")
+    return p
+
+
+class Problem(ABC):
+    """A stochastic objective ``f(x) = E f_xi(x)`` with exact oracles.
+
+    Shapes: ``x`` is [..., d]; leading dimensions are independent points. Per-example gradients are [..., n, d].
+    """
+
+    dim: int
+    L: float
+
+    @property
+    @abstractmethod
+    def minimiser(self) -> Floats:
+        """A minimiser of f, [d]."""
+
+    @property
+    @abstractmethod
+    def f_inf(self) -> float:
+        """The infimum of f."""
+
+    @abstractmethod
+    def loss(self, x: Floats) -> Floats:
+        """f(x), [...]."""
+
+    @abstractmethod
+    def grad(self, x: Floats) -> Floats:
+        """The full gradient, [..., d]."""
+
+    @abstractmethod
+    def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
+        """Independent examples xi, one for each entry of ``shape``."""
+
+    @abstractmethod
+    def example_gradients(self, x: Floats, xi: Any) -> Floats:
+        """The gradients of the examples ``xi`` [..., n] at x, [..., n, d]."""
+
+    @abstractmethod
+    def quantile(self, x: Floats, p: float | Floats) -> Floats:
+        """The lower p-quantile of the norm of a per-example gradient at x, exactly, [...]."""
+
+    @abstractmethod
+    def clip_moments(self, x: Floats, tau: float | Floats) -> ClipMoments:
+        """Moments of a per-example gradient at x clipped at tau (see `ClipMoments` for how exact)."""
+
+    @abstractmethod
+    def sigma(self, q: float = 2.0) -> float:
+        """``(E ||g - grad f||^q)^(1/q)``, or a tight bound on it, over all x."""
+
+    def sample_gradients(self, x: Floats, count: int, rng: np.random.Generator) -> Floats:
+        """``count`` independent per-example gradients at x, [..., count, d]."""
+        x = self.point(x)
+        return self.example_gradients(x, self.draw(rng, (*x.shape[:-1], count)))
+
+    def point(self, x: Any, name: str = "x") -> Floats:
+        """x as an array [..., d], checked; ``name`` is what an error calls it."""
+        x = np.asarray(x, dtype=np.float64)
+        if x.ndim == 0 and self.dim == 1:
+            x = x[None]
+        if x.ndim == 0 or x.shape[-1] != self.dim:
+            raise check.refuse(
+                name, f"array of shape {x.shape}", f"[..., {self.dim}]", "the last axis is the parameter"
+            )
+        if not np.isfinite(x).all():
+            raise check.refuse(name, "an array with NaN or infinite entries", "finite", "check where it comes from")
+        return x
+
+    def assumptions(self, x0: Any, q: float = 2.0) -> Assumptions:
+        """The constants of the theorem for a run from x0."""
+        sigma = self.sigma(q)
+        if not np.isfinite(sigma):
+            raise check.refuse("q", q, "a moment that the noise has", "lower q below the tail index of the noise")
+        gap = np.max(self.loss(self.point(x0, "x0"))) - self.f_inf
+        return Assumptions(L=self.L, sigma=sigma, q=q, gap=float(max(gap, 0.0)))

@@ -1,0 +1,95 @@
+"""Checkpoint files: written whole or not at all, read without executing anything, refused when they do not fit."""
+
+import os
+import pickle
+import random
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from qclip import _validate as check
+from qclip._files import replacing
+
+FORMAT = "qclip checkpoint"
+VERSION = 1
+_PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
+    """Write a checkpoint atomically: the file at ``path`` is the old one or the new one, whatever happens.
+
+    What a reader would have to execute (objects that are not tensors, numbers, strings, or nests of them) is refused by
+    name, before anything is written. Numpy's numbers become Python's.
+    """
+    content = {name: _plain(name, value) for name, value in content.items()}
+    with replacing(Path(path), secret=True) as file:  # it may hold the seed of the noise
+        torch.save({"format": FORMAT, "version": VERSION, **content}, file)
+
+
+def read(path: str | os.PathLike[str], device: torch.device | None = None) -> dict[str, Any]:
+    """The content of a checkpoint; nothing in it is executed. Refuses what is not one, or newer than this version."""
+    path = Path(path)
+    if not path.is_file():
+        raise check.refuse("path", str(path), "an existing checkpoint", "check the name, or start a new run")
+    damaged = "it is truncated or damaged; take an earlier copy"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()  # the loader does not look at every checksum
+        if broken is not None:
+            raise check.refuse("path", str(path), f"intact, but {broken} in it is not", damaged)
+        content = torch.load(path, map_location=device, weights_only=True)
+    except (zipfile.BadZipFile, RuntimeError, EOFError, OSError, KeyError, pickle.UnpicklingError) as error:
+        raise check.refuse("path", str(path), "a whole qclip checkpoint", damaged) from error
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        remedy = "pass what PrivateTraining.save wrote; load other files with torch.load"
+        raise check.refuse("path", str(path), "a qclip checkpoint", remedy)
+    version = content.pop("version", None)
+    if not isinstance(version, int) or version > VERSION:
+        remedy = "it was written by a newer qclip; install that one"
+        raise check.refuse("checkpoint version", version, f"<= {VERSION}", remedy)
+    return content
+
+
+def random_states() -> dict[str, Any]:
+    """The state of every global generator that a model or a data set may draw from."""
+    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - a data set may use it
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        "python": random.getstate(),
+    }
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Set every global generator to what `random_states` returned."""
+    torch.set_rng_state(states["torch"].cpu())
+    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    random.setstate(states["python"])
+
+
+def _plain(name: str, value: Any) -> Any:
+    """The value in plain data; what could not be loaded without executing something is refused, by its place."""
+    if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is OrderedDict:  # a module's state, which carries its version with it
+        for key, item in value.items():
+            _plain(f"{name}[{key!r}]", item)
+        return value
+    if type(value) is dict:
+        return {key: _plain(f"{name}[{key!r}]", item) for key, item in value.items()}
+    if type(value) in (list, tuple, set, frozenset):
+        return type(value)(_plain(f"{name}[{k}]", item) for k, item in enumerate(value))
+    remedy = "leave it out of what is saved, or turn it into numbers, strings and tensors"
+    bound = "plain data: loading a checkpoint executes nothing"
+    raise check.refuse(name, f"a {type(value).__module__}.{type(value).__qualname__}", bound, remedy)

@@ -1,0 +1,213 @@
+"""`make_private`: private training of a PyTorch model."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from qclip import _validate as check
+from qclip.accounting import Accountant
+from qclip.engine import Engine
+from qclip.engine.compiled.driver import MODES, Compiled
+from qclip.engine.driver import call
+from qclip.engine.groups import GroupSpec
+from qclip.schedules import Schedule
+from qclip.thresholds import PrivateQuantile, Threshold
+from qclip.thresholds.threshold import at, check_ahead
+from qclip.training.dataset_parts import refuse_repeated
+from qclip.training.earlier_runs import remember, warn_of_earlier
+from qclip.training.losses import PerExample, per_example
+from qclip.training.plan import Sampling, plan_training
+from qclip.training.progress import working
+from qclip.training.rows import mean_over_rows
+from qclip.training.run import Evaluation, PrivateTraining
+from qclip.training.sampling import dataset_of, fixed_size
+from qclip.training.sampling import dataset_size as examples_in
+
+
+def make_private(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    dataset: Dataset[Any] | DataLoader[Any],
+    *,
+    loss: PerExample | None = None,
+    per_example_loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    batch_size: int,
+    dataset_size: int | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    noise_multiplier: float | None = None,
+    threshold: Threshold[Any] = PrivateQuantile(0.7),  # noqa: B008 - immutable
+    step_size: Schedule | float | None = None,
+    normalize: bool = False,
+    groups: GroupSpec = "flat",
+    rows_per_example: int = 1,
+    physical_batch_size: int | None = None,
+    compile: bool | str = False,
+    accountant: Accountant = "pld",
+    sampling: Sampling = "poisson",
+    data_independent: Sequence[str] = (),
+    seed: int | None = None,
+) -> PrivateTraining:
+    """Train this model privately, with this optimizer, on this data.
+
+    loss: a criterion ``f(outputs, targets)``; a mean is converted to one loss per example where that is exact.
+    per_example_loss: ``f(model, batch)`` with one loss per example. Exactly one of the two.
+    dataset: map-style, or a DataLoader whose collate function, workers and pinning are kept.
+    batch_size: the *expected* number of examples of a step; each joins with probability ``batch_size / dataset_size``.
+    dataset_size: ``len(dataset)`` when left out, which then counts as public. A number that was chosen without looking
+        at it, where not even the length may be known: rate, steps, noise and delta follow from this number alone. The
+        expected batch is then ``batch_size * len(dataset) / dataset_size``, and is still divided by ``batch_size``.
+    epochs, steps: how long; exactly one of them. A pass over `PrivateTraining.loader` is an epoch, or all the steps.
+    epsilon, noise_multiplier: exactly one of them. The noise multiplier is that of gradient and counts together; 0
+        means no noise anywhere, and an infinite epsilon.
+    delta: 1 / (10 dataset_size) when left out.
+    threshold: where to clip; the 0.7-quantile of the gradient norms, learnt privately, when left out.
+    step_size: a schedule that sets the learning rate of every step, such as that of `qclip.schedules.coupled`; without
+        it the optimizer's own counts, and torch's schedulers move it.
+    normalize: divide the released gradient by the threshold (by that of all groups together): the learning rate is then
+        in units of tau, and an example moves the parameters by at most ``lr / batch_size``, whatever the scale of the
+        loss. A learning rate then need not be tuned anew for another threshold or p.
+    groups: which parameters are clipped together: "flat", "per-layer", or patterns of names.
+    rows_per_example: K rows that belong to one example, such as augmentations (`qclip.Repeated`) or the records of
+        a user; their losses are averaged before clipping. An item of the data set holds the K rows, stacked in front.
+    physical_batch_size: the most examples that go through the model at once. When left out, all of the step; with
+        ``compile`` a size that keeps padding under a tenth.
+    compile: run each physical batch, forward pass to clipped sums, as one compiled graph; True, or a mode of
+        torch.compile. Physical batches are padded to one size. The first takes from seconds to minutes; neither
+        epsilon nor the records change. What Python decides in the model's forward pass, other than by the kind of
+        batch, training flags and autocast, is frozen. A model that cannot be traced runs eager, with a warning.
+    accountant: "pld" (tight) or "rdp".
+    sampling: "poisson", or "uniform" (batches of one size) where there is no noise.
+    data_independent: patterns of buffers that a forward pass may change because nothing in the data changes them, such
+        as the power iteration of a spectral norm. Running statistics of torch's own layers are refused all the same.
+    seed: for sampling and noise. Leave it out unless you test: whoever knows it can subtract the noise.
+
+    Move the model to its device first.
+
+    >>> import torch
+    >>> from torch.utils.data import TensorDataset
+    >>> model = nn.Linear(3, 2)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> data = TensorDataset(torch.zeros(100, 3), torch.zeros(100, dtype=torch.long))
+    >>> privacy = {"noise_multiplier": 1.0, "delta": 1e-3}
+    >>> training = make_private(model, optimizer, data, loss=nn.CrossEntropyLoss(), batch_size=10, steps=5, **privacy)
+    >>> for x, y in training.loader:
+    ...     raw_loss = training.step(x, y)
+    >>> len(training.history), round(training.epsilon(), 2)
+    (5, 1.19)
+    """
+    criterion = loss if loss is not None else per_example_loss
+    engine = Engine(
+        model,
+        criterion=criterion if isinstance(criterion, nn.Module) and criterion is not model else None,
+        groups=groups,
+        data_independent=data_independent,
+    )
+    if compile is not False and compile is not True:
+        check.choice("compile", compile, MODES)
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    _check_optimizers(optimizers, engine)
+    if (loss is None) == (per_example_loss is None):
+        remedy = "loss= is a criterion of outputs and targets, per_example_loss= a function of model and batch"
+        raise check.refuse("loss, per_example_loss", (loss, per_example_loss), "one given and one left out", remedy)
+    if not isinstance(threshold, Threshold):
+        remedy = "pass qclip.Constant(tau) for a fixed threshold, or leave it out for a quantile"
+        raise check.refuse("threshold", threshold, "a Threshold", remedy)
+    if physical_batch_size is not None:
+        check.count("physical_batch_size", physical_batch_size, "it is the most examples in memory at once")
+        if threshold.sees == "batch":
+            remedy = 'leave it out, or take over="dataset"'
+            bound = f"left out: {type(threshold).__name__} needs the norms of the whole batch before it clips"
+            raise check.refuse("physical_batch_size", physical_batch_size, bound, remedy)
+    examples = examples_in(dataset)
+    if noise_multiplier != 0:
+        refuse_repeated(dataset_of(dataset))
+    if dataset_size is not None and sampling == "uniform":
+        remedy = "leave it out: batches of one size are for training without privacy, where nothing is hidden"
+        raise check.refuse("dataset_size", dataset_size, f'left out with sampling="{sampling}"', remedy)
+    plan = plan_training(
+        examples if dataset_size is None else dataset_size,
+        batch_size,
+        epochs=epochs,
+        steps=steps,
+        epsilon=epsilon,
+        delta=delta,
+        noise_multiplier=noise_multiplier,
+        accountant=accountant,
+        sampling=sampling,
+        private=threshold.private,
+    )
+    if compile and physical_batch_size is None and threshold.sees != "batch":
+        physical_batch_size = fixed_size(plan.sampling, plan.dataset_size, plan.batch_size)
+    if step_size is not None:
+        check_ahead(lambda step: check.positive("step_size", at(step_size, step)), plan.num_steps)
+    if plan.noise_multiplier > 0:
+        warn_of_earlier(engine.model)
+    training = PrivateTraining(
+        engine,
+        optimizers,
+        dataset,
+        plan,
+        threshold,
+        _evaluation(engine.model, loss, per_example_loss, check.count("rows_per_example", rows_per_example)),
+        step_size=step_size,
+        normalize=normalize,
+        physical_batch_size=physical_batch_size,
+        compiled=Compiled(engine, compile, slots=physical_batch_size, announce=working) if compile else None,
+        seed=seed,
+    )
+    remember(engine.model, training.history)
+    return training
+
+
+def _check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            remedy = "pass the torch optimizer itself, before any wrapper"
+            raise check.refuse("optimizer", type(optimizer).__name__, "a torch.optim.Optimizer, or a list", remedy)
+        if "_optimizer_step_pre_hooks" not in vars(optimizer):  # a wrapper that only looks like one
+            remedy = "pass the optimizer inside it, such as accelerated.optimizer"
+            raise check.refuse("optimizer", type(optimizer).__name__, "torch's own, not a wrapper around one", remedy)
+        if isinstance(optimizer, LBFGS):
+            remedy = "use SGD, Adam or another that steps on a gradient it is given"
+            raise check.refuse("optimizer", "LBFGS", "one that does not compute gradients by a closure", remedy)
+    names = {id(parameter): name for name, parameter in engine.parameters.items()}
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
+    if held - set(names):
+        remedy = "give it the parameters of the model that is made private"
+        raise check.refuse(
+            "optimizer", f"over {len(held - set(names))} others", "over the model's parameters alone", remedy
+        )
+    missing = [name for key, name in names.items() if key not in held]
+    if missing:
+        remedy = "give the others to an optimizer, or freeze them by requires_grad_(False)"
+        raise check.refuse("optimizer", f"without {missing}", "over every trainable parameter of the model", remedy)
+
+
+def _evaluation(
+    model: nn.Module,
+    loss: PerExample | None,
+    per_example_loss: Callable[[nn.Module, Any], Tensor] | None,
+    rows_per_example: int,
+) -> Evaluation:
+    """From a batch to its losses, through the model."""
+    criterion = None if loss is None else per_example(loss)
+
+    def losses(batch: Any) -> Tensor:
+        if per_example_loss is not None:
+            return per_example_loss(model, batch)
+        assert criterion is not None
+        if not isinstance(batch, tuple | list) or len(batch) < 2:
+            remedy = "collate to (inputs, targets), or pass per_example_loss= instead of loss="
+            raise check.refuse("batch", type(batch).__name__, "a tuple or list that ends with the targets", remedy)
+        *inputs, targets = batch
+        return criterion(call(model, inputs[0] if len(inputs) == 1 else tuple(inputs)), targets)
+
+    if rows_per_example > 1:
+        return Evaluation(mean_over_rows(losses), None, rows_per_example)
+    return Evaluation(losses, criterion)

@@ -1,0 +1,76 @@
+"""Small made-up files in the formats that are read, and where the real ones lie."""
+
+import gzip
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+REAL = Path(os.environ.get("QCLIP_DATA_DIR", Path(__file__).parents[4] / "shared" / "data"))
+
+
+def real_data(folder):
+    """The folder with all data sets, where this one is in it; the test is skipped otherwise."""
+    if not (REAL / folder).is_dir():
+        pytest.skip(f"no {folder} data in {REAL}; set QCLIP_DATA_DIR")
+    return REAL
+
+
+def idx_bytes(array, *, kind=8):
+    """An array of bytes as an idx file."""
+    lengths = b"".join(length.to_bytes(4, "big") for length in array.shape)
+    return bytes([0, 0, kind, array.ndim]) + lengths + array.astype(np.uint8).tobytes()
+
+
+def write_idx(folder, *, train=40, test=15, side=28, zipped=True, **replaced):
+    """The four files of an MNIST-like data set with random pixels; ``replaced`` has other bytes for some of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    for part, count in (("train", train), ("t10k", test)):
+        images, labels = rng.integers(0, 256, (count, side, side)), np.arange(count) % 10
+        contents = {f"{part}-images-idx3-ubyte": idx_bytes(images), f"{part}-labels-idx1-ubyte": idx_bytes(labels)}
+        for name, raw in contents.items():
+            content = replaced.get(name.replace("-", "_"), raw)
+            (folder / (f"{name}.gz" if zipped else name)).write_bytes(gzip.compress(content) if zipped else content)
+    return folder
+
+
+ADULT_ROW = (
+    "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, "
+    "United-States, <=50K"
+)
+
+
+def write_adult(folder, *, rows=30, extra=""):
+    """Two files in the format of Adult; ``extra`` is added to the training rows."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [ADULT_ROW.replace("39", str(20 + k)).replace("<=50K", "<=50K" if k % 3 else ">50K") for k in range(rows)]
+    lines[1] = lines[1].replace("State-gov", "?")
+    train = "\n".join(lines) + "\n" + extra + "\n\n"
+    test = "|1x3 Cross validator\n" + "".join(f"{line}.\n" for line in lines[:10]) + "\n"
+    (folder / "adult.data.gz").write_bytes(gzip.compress(train.encode()))
+    (folder / "adult.test.gz").write_bytes(gzip.compress(test.encode()))
+    return folder
+
+
+def write_speeches(folder, *, speeches=12):
+    """Speeches of two speakers, each somewhat longer than a window."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [f"hamlet\t{'AB'[k % 2]}\tWords, words, words.\\nBetween who? {'x' * 60}" for k in range(speeches)]
+    text = "play\tspeaker\ttext\n" + "\n".join(lines) + "\n"
+    (folder / "speeches.tsv.gz").write_bytes(gzip.compress(text.encode()))
+    return folder
+
+
+def write_csv(folder, text, name="table.csv"):
+    """A file of comma-separated values."""
+    path = folder / name
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    return path
+
+
+def flowers(rows=60):
+    """A table whose class follows from a number and a colour."""
+    lines = [f"{k % 7 + 0.5},{('red', 'blue')[k % 2]},{('rose', 'iris')[k % 2]}" for k in range(rows)]
+    return "\n".join(["height,colour,kind", *lines]) + "\n"

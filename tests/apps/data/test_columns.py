@@ -1,0 +1,72 @@
+"""Encodings are fixed beforehand, act on each row alone, and are at most 1 long."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qclip.apps.data.columns import KNOTS, Column, Dropped, Hashed, Interval, Magnitude, OneOf
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False).map(repr)
+COLOURS = ("red", "green", "blue")
+CASES = [
+    pytest.param(Magnitude(), NUMBERS, id="magnitude"),
+    pytest.param(Interval(-3, 10), NUMBERS, id="interval"),
+    pytest.param(Hashed(), st.text(), id="hashed"),
+    pytest.param(OneOf(COLOURS), st.sampled_from(COLOURS), id="one-of"),
+    pytest.param(Dropped(), st.text(), id="dropped"),
+]
+
+
+def column(values, name="x"):
+    return Column(name, tuple(values), tuple(range(2, 2 + len(values))))
+
+
+@pytest.mark.parametrize(("encoding", "values"), CASES)
+@given(data=st.data())
+def test_no_row_has_a_say_in_how_another_is_encoded(encoding, values, data):
+    rows = data.draw(st.lists(values, min_size=1, max_size=6))
+    together = encoding.encode(column(rows))
+    alone = np.vstack([encoding.encode(column([row])) for row in rows])
+    assert np.array_equal(together, alone)
+    assert (np.linalg.norm(together, axis=1) <= 1 + 1e-12).all()
+
+
+@given(st.floats(KNOTS[0], KNOTS[-1]))
+def test_a_magnitude_is_the_mean_of_its_knots(number):
+    (shares,) = Magnitude().encode(column([repr(number)]))
+    assert np.isclose(shares @ KNOTS, number, rtol=1e-9, atol=1e-12)
+    assert np.isclose(shares.sum(), 1)
+    assert (shares >= 0).all()
+    assert np.flatnonzero(shares).size <= 2
+
+
+def test_what_lies_outside_is_moved_to_the_ends():
+    for encoding in (Magnitude(), Interval(0, 1)):
+        encoded = encoding.encode(column(["-1e300", "1e300"]))
+        assert encoded[0, 0] == encoded[1, -1] == 1
+
+
+def test_a_hash_is_the_same_on_every_machine():
+    # As `b2sum -l 16` has them. Another hash would silently break models that were trained with this one.
+    assert [Hashed.places(value) for value in ("red", "green", "")] == [(13, 50), (17, 41), (17, 62)]
+
+
+def test_many_texts_are_told_apart():
+    # 45 pairs of ten texts, each alike with probability 1/1024: fixed texts, so this does not vary.
+    assert len({Hashed.places(f"value {k}") for k in range(10)}) == 10
+
+
+@pytest.mark.parametrize(
+    ("encoding", "values", "message"),
+    [
+        (Magnitude(), ["1", "x", "2"], r"column 'x' \(line 3\) = 'x' must be a number; correct it"),
+        (Magnitude(), ["1", "inf"], r"column 'x' \(line 3\) = 'inf' must be finite"),
+        (Interval(0, 1), ["a", "b", "c", "d", "1"], r"column 'x' \(4 lines: 2, 3, 4, \.\.\.\) = 'a' must be a number"),
+        (OneOf(COLOURS), ["red", "pink"], r"\(line 3\) = 'pink' must be one of 'red', 'green', 'blue'; correct it, or"),
+    ],
+    ids=["text", "infinite", "many", "unknown-option"],
+)
+def test_values_are_refused_by_their_lines(encoding, values, message):
+    with pytest.raises(ValueError, match=message):
+        encoding.encode(column(values))

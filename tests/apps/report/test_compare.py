@@ -1,0 +1,96 @@
+import re
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from made_runs import made_run
+from qclip.apps.report.compare import compare, constant_columns
+from qclip.apps.report.compare_page import write_comparison
+
+
+@pytest.fixture
+def two(tmp_path):
+    return [
+        made_run(tmp_path / "flat"),
+        made_run(tmp_path / "grouped", groups=("a", "b"), finished=False, num_steps=400, steps=20, batch_size=50),
+    ]
+
+
+def test_rows_say_what_the_summaries_say(two):
+    first, second = compare(two).rows()
+    assert first == {
+        "run": "flat", "task": "digits", "threshold": "PrivateQuantile", "p": "0.5", "groups": "1", "batch": "100",
+        "steps": "40", "epochs": "4", "noise": "2", "epsilon": "3.163", "delta": "1e-05",
+        "accuracy": "0.39", "seconds": "1.5",
+    }  # fmt: skip
+    assert (second["groups"], second["steps"], second["epochs"], second["epsilon"]) == ("2", "20 of 400", "2", "2.237")
+
+
+def test_what_all_have_in_common_is_said_once(two):
+    rows = compare(two).rows()
+    same = constant_columns(rows)
+    assert same["task"] == "digits"
+    assert {"run", "batch", "steps", "epsilon", "accuracy"}.isdisjoint(same)
+    assert constant_columns(rows[:1]) == {}
+
+
+def test_a_column_that_no_run_fills_is_left_out(tmp_path):
+    (row,) = compare([made_run(tmp_path, threshold={"name": "Constant", "tau": 1.0}, metrics=("loss",))]).rows()
+    assert "p" not in row
+    assert "accuracy" not in row
+    assert row["loss"] == "0.39"
+
+
+def test_each_run_is_compared_by_its_own_metric(tmp_path):
+    found = compare([made_run(tmp_path / "a"), made_run(tmp_path / "b", metrics=("loss",))])
+    assert found.metrics == ["accuracy", "loss"]
+    first, second = found.rows()
+    assert (first["accuracy"], first["loss"]) == ("0.39", "")
+    assert (second["accuracy"], second["loss"]) == ("", "0.39")
+
+
+def test_settings_that_differ(tmp_path):
+    runs = [
+        made_run(tmp_path / name, settings={"lr": lr, "epochs": 4}) for name, lr in (("a", 1.0), ("b", 2.0), ("c", 1.0))
+    ]
+    assert compare(runs).differences() == {"lr": "1 (a, c); 2 (b)"}
+    runs += [made_run(tmp_path / name, settings={"lr": 1.0, "epochs": 4}) for name in "de"]
+    assert compare(runs).differences() == {"lr": "1 (the others); 2 (b)"}
+
+
+def test_broken_runs_are_kept_by_their_error(two, tmp_path):
+    found = compare([*two, tmp_path / "nothing"])
+    assert list(found.runs) == ["flat", "grouped"]
+    assert list(found.broken) == ["nothing"]
+    assert "summary.json" in found.broken["nothing"]
+
+
+def test_the_page_overlays_all_runs_and_names_the_broken(two, tmp_path):
+    runs = [*two, made_run(tmp_path / "open", private=False), tmp_path / "no<thing"]
+    path = write_comparison(compare(runs), tmp_path / "new" / "page.html")
+    html = re.sub(r"base64,[^\"]*", "", path.read_text(encoding="utf-8"))
+    assert html.count("<img") == 3
+    assert "<b>no&lt;thing</b> is left out" in html
+    for shown in ("3 runs compared", "20 of 400", "infinite", "without privacy ended", "median over the groups"):
+        assert shown in html
+
+
+def test_a_page_of_runs_that_have_not_begun(tmp_path):
+    runs = [made_run(tmp_path / name, steps=0, finished=False) for name in "ab"]
+    assert "<img" not in write_comparison(compare(runs), tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_many_runs_have_colours_of_their_own(tmp_path):
+    names = [f"run{index}" for index in range(24)]
+    found = compare([made_run(tmp_path / name, steps=1, finished=False) for name in names])
+    html = write_comparison(found, tmp_path / "page.html").read_text(encoding="utf-8")
+    assert all(name in html for name in names)
+
+
+def test_json_has_numbers(two):
+    first, second = compare(two).as_json()["runs"]
+    assert first["epsilon"] == pytest.approx(0.5 * 40**0.5)
+    assert (first["run"], first["accuracy"], first["p"], first["finished"]) == ("flat", 0.39, 0.5, True)
+    assert second["last_tau"] == pytest.approx([1.0, 2.0])
+    assert (second["steps"], second["num_steps"], second["finished"]) == (20, 400, False)

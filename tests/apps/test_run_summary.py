@@ -1,0 +1,53 @@
+"""The summary of a run has one definition: what is written is what is read, and nothing else is."""
+
+import json
+
+import pytest
+
+from made_runs import made_summary
+from qclip.apps.run_summary import Certificate, Summary
+
+TERMS = Certificate(total=0.6, optimisation=0.3, variance=0.2, bias=0.1, confidence=0.95)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"epsilon": None, "accuracy": None, "private": False},
+        {"certificate": TERMS},
+        {"certificate_refused": "normalize = True must be False"},
+        {"seconds": 2},  # JSON may drop what a whole number has after the point
+    ],
+)
+def test_what_is_written_is_what_is_read(changes):
+    summary = made_summary(**changes)
+    assert Summary.from_json(json.loads(json.dumps(summary.as_json()))) == summary
+
+
+@pytest.mark.parametrize("name", made_summary().as_json())
+def test_every_part_must_be_there(name):
+    found = made_summary().as_json()
+    del found[name]
+    with pytest.raises(ValueError, match=rf"summary\.json = 'without {name}' must be"):
+        Summary.from_json(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"refused": "why"}, r"summary\.json = 'with refused' must be"),
+        ({"certificate": {"refused": "why"}}, r"summary\.json = 'without certificate\.total' must be"),
+        ({"certificate": TERMS.__dict__ | {"bias": None}}, r"certificate\.bias in summary\.json = None must be of the"),
+        ({"certificate": "0.6"}, r"certificate in summary\.json = '0\.6' must be of the kind"),
+        ({"steps": "40"}, r"steps in summary\.json = '40' must be"),
+        ({"steps": True}, r"steps in summary\.json = True must be"),
+        ({"steps": 1.5}, r"steps in summary\.json = 1\.5 must be"),
+        ({"delta": None}, r"delta in summary\.json = None must be"),
+        ({"groups": {"all": 1}}, r"groups in summary\.json = .* must be"),
+        ({"settings": []}, r"settings in summary\.json = \[\] must be"),
+    ],
+)
+def test_what_a_run_does_not_write_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Summary.from_json(made_summary().as_json() | changes)
