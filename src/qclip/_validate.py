@@ -2,6 +2,7 @@
 
 import math
 import operator
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,12 @@ class Refusal(ValueError):
 def refuse(name: str, value: object, bound: str, remedy: str) -> Refusal:
     """Return the error of a failed check: ``raise refuse("p", 1.2, "in (0, 1)", "pass a fraction")``."""
     return Refusal(f"{name} = {value!r} must be {bound}; {remedy}")
+
+
+def renamed(old: str, value: Any, new: str) -> Any:
+    """Return the value of an argument that was given by its old name, and warn that the name will go."""
+    warnings.warn(f"{old}= is now called {new}=; the old name goes with version 1.0", FutureWarning, stacklevel=3)
+    return value
 
 
 def real(name: str, value: object, remedy: str = "pass a finite number") -> float:

@@ -16,7 +16,7 @@ from engine.driven import as_traced
 from gpu.device import DEVICE, ON_GPU, cuda_only
 from qclip.thresholds import Constant, PrivateQuantile
 from qclip.training.data_fingerprint import DataFingerprint
-from qclip.training.noise_source import NoiseSource
+from qclip.training.noise import NoiseSource
 from training.test_compile import (
     assert_same_run,
     dataset,

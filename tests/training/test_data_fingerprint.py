@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from qclip.training import checkpoint, data_fingerprint
 from qclip.training.data_fingerprint import SAMPLE, DataFingerprint
-from qclip.training.dataset_parts import parts
+from qclip.training.dataset import parts
 from qclip.training.rows import Repeated
 
 SEED = np.random.SeedSequence(5)

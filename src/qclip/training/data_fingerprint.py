@@ -13,7 +13,7 @@ from qclip import _validate as check
 from qclip.engine.batch import to_device_async
 from qclip.engine.randomness import seed_all
 from qclip.training import checkpoint
-from qclip.training.dataset_parts import Part, parts
+from qclip.training.dataset import Part, parts
 
 SAMPLE = 256
 """How many items are looked at where a data set does not show all of its bytes."""

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from qclip import theory
-from qclip.training.private_plan import PrivatePlan
+from qclip.training.plan import PrivatePlan
 
 SHRINKS = {
     "optimisation": "more steps, larger step size",

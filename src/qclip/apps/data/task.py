@@ -24,7 +24,7 @@ class Defaults:
     batch_size: int
     epochs: int
     learning_rate: float
-    """In units of the threshold (`make_private(normalize=True)`)."""
+    """In units of the threshold (`make_private(rescale_to_unit_norm=True)`)."""
     tau: float | None = None
     """Where to clip, from what is public; when None, at the 0.7-quantile of the gradient norms."""
 

@@ -96,7 +96,7 @@ def train(settings: Quality, name: str, seed: int, noise_multiplier: float) -> R
         noise_multiplier=noise_multiplier,
         delta=settings.delta,
         threshold=settings.thresholds[name],
-        normalize=True,
+        rescale_to_unit_norm=True,
         seed=seed,  # an experiment that can be repeated; leave it out for data that matter
     )
     for _ in range(settings.epochs):

@@ -120,7 +120,7 @@ def _privately(name: str, task: Task, method: str, threshold: Threshold[Any], *,
             epsilon=3.0,
             delta=1e-5,
             threshold=threshold,
-            normalize=True,
+            rescale_to_unit_norm=True,
             seed=seed,  # an experiment that can be repeated; leave it out for data that matter
         )
         for _ in range(epochs):
