@@ -1,4 +1,4 @@
-"""The README's code runs, and its commands exist."""
+"""The code of README and of the pages runs, and their commands exist."""
 
 import re
 from pathlib import Path
@@ -20,10 +20,11 @@ def run(code, capsys):
 
 
 @pytest.mark.smoke
-def test_private_training_in_ten_lines_runs(capsys):
+def test_the_ten_lines_run(capsys):
     pytest.importorskip("sklearn")
     torch.manual_seed(0)
-    printed = run(python_blocks(README)[0], capsys)
+    (code,) = python_blocks(README)
+    printed = run(code, capsys)
     accuracy, epsilon = map(float, re.findall(r"accuracy ([\d.]+) at epsilon ([\d.]+)", printed)[0])
     assert accuracy > 0.8
     assert epsilon <= 3
@@ -35,8 +36,9 @@ def test_the_engine_page_runs(capsys):
 
 
 @pytest.mark.smoke
-def test_the_theory_in_ten_lines_runs(capsys):
-    printed = run(python_blocks(README)[1], capsys)
+def test_the_theory_page_runs(capsys):
+    (code,) = python_blocks((ROOT / "docs/theory.md").read_text())
+    printed = run(code, capsys)
     measured, guaranteed = map(float, re.findall(r"measured ([\d.]+), guaranteed ([\d.]+)", printed)[0])
     assert measured <= guaranteed
 
