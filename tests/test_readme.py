@@ -49,7 +49,18 @@ def test_make_targets_named_in_the_documents_exist():
     assert {"demo", "test"} <= named <= targets
 
 
-@pytest.mark.parametrize("page", sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]))
+def anchors(page):
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page", sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]), ids=lambda page: page.name
+)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-        assert "://" in target or (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        if "://" not in target:
+            aim = page.parent / target if target else page
+            assert aim.exists(), target
+            assert not anchor or anchor in anchors(aim), f"{target}#{anchor}"
