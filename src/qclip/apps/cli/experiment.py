@@ -101,7 +101,4 @@ class Experiment:
         try:
             return self.which.run(console)
         except ModuleNotFoundError as missing:
-            Console(stderr=True).print(
-                f"[red]error:[/] {missing.name} is not installed; pip install 'qclip\\[train]'", highlight=False
-            )
-            return 2
+            raise ModuleNotFoundError(f"{missing.name} is not installed; pip install 'qclip[train]'") from missing

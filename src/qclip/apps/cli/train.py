@@ -46,13 +46,6 @@ class Train:
             raise check.refuse("--overwrite", True, "left out with --resume", "go on with the run, or replace it")
         if self.resume and self.out is None:
             raise check.refuse("--out", None, "given with --resume", "name the folder of the run to go on with")
-        try:
-            return self._train(console)
-        except ModuleNotFoundError as missing:
-            Console(stderr=True).print(f"[red]error:[/] {escape(str(missing))}", highlight=False)
-            return 2
-
-    def _train(self, console: Console) -> int:
         from qclip.apps.trainer.interrupt import Interrupt
         from qclip.apps.trainer.loop import train
         from qclip.apps.trainer.run import free_folder, resume, start
