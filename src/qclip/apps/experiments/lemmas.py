@@ -11,7 +11,7 @@ from qclip._validate import Floats
 from qclip.apps.experiments.claim import Effort, Outcome, bars, claim
 from qclip.apps.experiments.suite import Case, cases, points
 from qclip.apps.report.style import label, new_figure
-from qclip.simulation.problems import Bernoulli, HeavyTailedQuadratic, Logistic, Problem
+from qclip.simulation.problems import Bernoulli, HeavyTailedQuadratic, Logistic, Problem, TwoPoint
 from qclip.simulation.simulate import simulate
 from qclip.theory import Assumptions
 
@@ -107,7 +107,7 @@ def lemma2_recursion(effort: Effort) -> Outcome:
     points = []  # actual change and limit, over gamma (G^2 + sigma^2)
     for case in cases(rng):
         problem = case.problem
-        if not isinstance(problem, HeavyTailedQuadratic | Logistic):
+        if not isinstance(problem, HeavyTailedQuadratic | TwoPoint | Logistic):
             continue
         for p, beta in ((0.5, 0.4), (0.9, 0.6)):
             gamma = 0.1 / problem.L
