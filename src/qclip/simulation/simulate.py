@@ -63,7 +63,7 @@ class Trajectories:
         return float(last.std(ddof=1) / math.sqrt(last.size)) if last.size > 1 else math.nan
 
     def upper(self, standard_errors: float = 3.0) -> float:
-        """Return `mean` plus some standard errors, to compare with a bound (for clipped runs: their tails are light)."""
+        """Return `mean` plus some standard errors, to compare with a bound; meant for clipped runs, of light tails."""
         return self.mean() + standard_errors * self.standard_error()
 
 

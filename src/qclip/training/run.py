@@ -485,7 +485,7 @@ class PrivateTraining:
         question = threshold.ask(state, step)
         if threshold.private:
             return LogicalBatch(threshold.clip_norms(state, step), question, keep_norms=False)
-        if threshold.sees == "dataset":
+        if threshold.raw_access == "dataset":
             return LogicalBatch(threshold.clip_norms(state, step, self._norms_of_all()), question, keep_norms=True)
 
         def choose(raw_norms: Tensor) -> tuple[float, ...]:

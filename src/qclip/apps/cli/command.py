@@ -7,20 +7,20 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from qclip.apps.cli.bench import Bench
-from qclip.apps.cli.experiment import Experiment
-from qclip.apps.cli.plan import Plan
-from qclip.apps.cli.report import Report
-from qclip.apps.cli.reproduce import Reproduce
-from qclip.apps.cli.train import Train
+from qclip.apps.cli.bench import BenchCommand
+from qclip.apps.cli.experiment import ExperimentCommand
+from qclip.apps.cli.plan import PlanCommand
+from qclip.apps.cli.report import ReportCommand
+from qclip.apps.cli.reproduce import ReproduceCommand
+from qclip.apps.cli.train import TrainCommand
 
 Command = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Reproduce, tyro.conf.subcommand("reproduce")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
-    | Annotated[Report, tyro.conf.subcommand("report")]
-    | Annotated[Experiment, tyro.conf.subcommand("experiment")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    Annotated[TrainCommand, tyro.conf.subcommand("train")]
+    | Annotated[ReproduceCommand, tyro.conf.subcommand("reproduce")]
+    | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
+    | Annotated[ReportCommand, tyro.conf.subcommand("report")]
+    | Annotated[ExperimentCommand, tyro.conf.subcommand("experiment")]
+    | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
 )
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 
 @dataclass(frozen=True)
-class Reproduce:
+class ReproduceCommand:
     """Run every claim of the paper and of docs/theory.md; write claims.json, figures and report.html."""
 
     out: Path = Path("out/reproduce")

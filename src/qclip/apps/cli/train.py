@@ -19,12 +19,12 @@ from qclip.apps.run_folder import RunFolder
 from qclip.apps.trainer.settings import Settings
 
 if TYPE_CHECKING:
-    from qclip.apps.trainer.run import Run
+    from qclip.apps.trainer.run import TrainerRun
     from qclip.training.run import PrivateTraining
 
 
 @dataclass(frozen=True)
-class Train:
+class TrainCommand:
     """Train a model privately; without arguments, on scikit-learn's digits at epsilon = 3.
 
     Writes metrics.jsonl, summary.json, checkpoint.pt and report.html. Ctrl-C stops after the current step; --resume
@@ -83,7 +83,7 @@ def _warnings_on(console: Console) -> Iterator[None]:
         yield
 
 
-def _say_what(console: Console, run: "Run") -> None:
+def _say_what(console: Console, run: "TrainerRun") -> None:
     training, plan = run.training, run.training.plan
     lines = [f"{run.task.name}: {run.task.description}"]
     lines.append(f"{plan.num_steps} steps of {plan.batch_size} examples (expected); {_privacy(training)}")
@@ -113,7 +113,7 @@ def _say_how_to_resume(console: Console, folder: RunFolder) -> None:
     console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _say_result(console: Console, run: "Run") -> None:
+def _say_result(console: Console, run: "TrainerRun") -> None:
     from qclip.apps.trainer.screen import span
 
     summary = run.folder.summary()
