@@ -10,7 +10,6 @@ from torch.utils.data import Subset, TensorDataset
 
 pytest.importorskip("scipy")
 pytest.importorskip("dp_accounting")
-pytest.importorskip("rich")
 
 from engine.driven import as_traced
 from gpu.device import DEVICE, ON_GPU, cuda_only

@@ -320,8 +320,8 @@ class Peeking(Constant):
     """Says of itself that it looks at raw norms."""
 
     @property
-    def sees(self):
-        return "part"
+    def raw_access(self):
+        return "physical_batch"
 
 
 def test_a_threshold_that_is_not_private_costs_everything():

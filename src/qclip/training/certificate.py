@@ -126,7 +126,7 @@ def require_covered(
         bound = "False, for a certificate: the theorem is about step sizes that are fixed before the run"
         remedy = "those over the threshold follow from what the run releases"
         raise check.refuse("rescale_to_unit_norm", rescale_to_unit_norm, bound, remedy)
-    if threshold.sees in ("part", "batch"):
+    if threshold.raw_access in ("physical_batch", "batch"):
         bound = "one that is settled before the examples of the step are drawn, for a certificate"
         remedy = 'take ExactQuantile(p, over="dataset"), PrivateQuantile or GeometricQuantile'
         raise check.refuse("threshold", type(threshold).__name__, bound, remedy)

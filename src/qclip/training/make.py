@@ -174,7 +174,7 @@ def make_private(
         sampling=sampling,
         private=threshold.private,
     )
-    if compile and physical_batch_size is None and threshold.sees != "batch":
+    if compile and physical_batch_size is None and threshold.raw_access != "batch":
         physical_batch_size = fixed_size(plan.sampling, plan.dataset_size, plan.batch_size)
     if step_size is not None:
         check_ahead(lambda step: check.positive("step_size", at(step_size, step)), plan.num_steps)
@@ -211,7 +211,7 @@ def _check_choices(
         raise check.refuse("threshold", threshold, "a Threshold", remedy)
     if physical_batch_size is not None:
         check.count("physical_batch_size", physical_batch_size, "it is the most examples in memory at once")
-        if threshold.sees == "batch":
+        if threshold.raw_access == "batch":
             remedy = 'leave it out, or take over="dataset"'
             bound = f"left out: {type(threshold).__name__} needs the norms of the whole batch before it clips"
             raise check.refuse("physical_batch_size", physical_batch_size, bound, remedy)

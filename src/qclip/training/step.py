@@ -102,19 +102,20 @@ def ask(state: StepState, rule: StepRule, dataset_norms: Callable[[], np.ndarray
     """Ask the threshold where to clip and what to count; only one that is not private sees raw norms."""
     threshold, members, dims = rule.threshold, dict(rule.members), list(rule.dims)
     question = threshold.ask(state.threshold, state.step)
-    if not threshold.private and threshold.sees != "dataset":
+    private = threshold.private
+    if not private and threshold.raw_access != "dataset":
 
         def chosen(raw_norms: Tensor) -> tuple[float, ...]:
             return threshold.clip_norms(state.threshold, state.step, raw_norms.cpu().numpy())
 
         return Query(chosen, question, members, rule.dims, keep_norms=True)
-    raw_norms = None if threshold.private or dataset_norms is None else dataset_norms()
+    raw_norms = None if private or dataset_norms is None else dataset_norms()
     clip_norms = threshold.clip_norms(state.threshold, state.step, raw_norms)
     coefficients = () if question.slack is None else question.slack.coefficients(clip_norms)
     for k, row in enumerate(coefficients):
         members[Key("slack", k)] = k
         dims[k] += len(row)
-    return Query(clip_norms, question, members, tuple(dims), coefficients, keep_norms=not threshold.private)
+    return Query(clip_norms, question, members, tuple(dims), coefficients, keep_norms=not private)
 
 
 def release(state: StepState, raw: RawSums, query: Query, rule: StepRule, source: noise.NoiseSource) -> StepRelease:

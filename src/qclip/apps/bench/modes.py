@@ -13,9 +13,8 @@ from torch import Tensor
 
 from qclip import _validate as check
 from qclip.apps.bench import peers
-from qclip.apps.bench.cases import Batch, Case
-from qclip.apps.bench.step import CLIP_NORM, NOISE_MULTIPLIER, Step
-from qclip.apps.bench.workload import Workload
+from qclip.apps.bench.cases import Batch, BenchCase
+from qclip.apps.bench.workload import CLIP_NORM, NOISE_MULTIPLIER, Step, Workload
 from qclip.engine import CostModel, Engine
 from qclip.engine.compiled.driver import Compiled
 from qclip.training import noise
@@ -110,7 +109,7 @@ MODES = {
 BASELINES = ("plain", "compiled", "compiled graphs")
 
 
-def chosen(names: Sequence[str], case: Case, device: torch.device) -> list[Mode]:
+def chosen(names: Sequence[str], case: BenchCase, device: torch.device) -> list[Mode]:
     """The modes of these names, or all that suit the case and the machine.
 
     The plain step is added where no baseline is among the names.

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from qclip import _validate as check
 from qclip.apps.bench import measure
-from qclip.apps.bench.cases import CASES, Batch, Case
+from qclip.apps.bench.cases import CASES, Batch, BenchCase
 from qclip.apps.bench.comparison import device_named
 from qclip.apps.bench.measure import Say, silent
 from qclip.apps.bench.precision import Precision, precision_named
@@ -82,7 +82,7 @@ def measure_throughput(
 
 
 def _measure(
-    case: Case,
+    case: BenchCase,
     precision: Precision,
     device: torch.device,
     rounds: int,

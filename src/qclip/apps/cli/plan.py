@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanCommand:
     """Plan a run: with a privacy budget its noise, thresholds and epsilon by epoch; with L, sigma and gap its bound.
 
     Privacy: --examples, --batch-size, --epochs or --steps, and --epsilon or --noise-multiplier. The bound: --L, --sigma

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
+from qclip.engine.proof.prover import in_evaluation
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 """``f(outputs, targets)`` with one loss per example, [B]."""
 Measure = Callable[[Tensor, Tensor], dict[str, Tensor]]
@@ -77,13 +79,8 @@ def scorer(held_out: TensorDataset, measure: Measure, *, chunk: int = 1000) -> C
     """
 
     def score(model: nn.Module) -> dict[str, float]:
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
+        with in_evaluation(model):
             return _means(model, held_out, measure, chunk)
-        finally:
-            for module, training in modes:
-                module.training = training
 
     return score
 
