@@ -9,7 +9,7 @@ import torch
 from engine import test_kernels as checks
 from engine.test_kernels import BLOCK, GEOMETRIES, IGNORED, normal
 from gpu.device import DEVICE, ON_GPU, cuda_only, require_memory
-from qclip.engine import kernels, tf32
+from qclip.engine import kernels, torch_settings
 from qclip.engine.kernels import cross_entropy, gram, layer_norm, windows
 
 pytestmark = pytest.mark.gpu
@@ -167,7 +167,7 @@ def check_exactness():
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_float32_is_exact_with_and_without_tf32(run, precision):
     """CUDA only: that TF32 is there at all (test_bounds.py)."""
-    with tf32.using(precision):
+    with torch_settings.fp32_precision(precision):
         run(check_exactness)
 
 

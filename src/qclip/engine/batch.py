@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from qclip import _validate as check
 
 
-def tensors(batch: Any) -> list[Tensor]:
+def tensor_leaves(batch: Any) -> list[Tensor]:
     """Every tensor of the batch."""
     if isinstance(batch, Tensor):
         return [batch]
@@ -25,7 +25,7 @@ def size(batch: Any, mask: Tensor | None = None) -> int:
     Tensors without dimensions or of length 1, such as ``[1, T]`` position ids, are shared by all examples and do not
     count unless nothing else is there.
     """
-    lengths = [leaf.shape[0] for leaf in tensors(batch) if leaf.dim()]
+    lengths = [leaf.shape[0] for leaf in tensor_leaves(batch) if leaf.dim()]
     if mask is not None:
         if lengths and len(mask) not in lengths:
             raise check.refuse(
@@ -49,7 +49,7 @@ def size_of_pair(inputs: Any, targets: Any, mask: Tensor | None = None) -> int:
     """The number of examples of inputs and targets: the targets decide, because they are rarely shared."""
     if mask is not None:
         return size((inputs, targets), mask)
-    return size(targets if any(leaf.dim() for leaf in tensors(targets)) else inputs)
+    return size(targets if any(leaf.dim() for leaf in tensor_leaves(targets)) else inputs)
 
 
 def is_example_wise(leaf: Any, batch_size: int) -> bool:
@@ -69,7 +69,7 @@ def map_examples(batch: Any, function: Callable[[Tensor], Tensor], batch_size: i
 
 def contiguous(batch: Any) -> Any:
     """The batch with every tensor in the order of its dimensions; copied where it was not."""
-    if all(x.is_contiguous() for x in tensors(batch)):
+    if all(x.is_contiguous() for x in tensor_leaves(batch)):
         return batch
     return pytree.tree_map_only(Tensor, Tensor.contiguous, batch)
 

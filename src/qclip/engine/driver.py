@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from qclip._validate import Refusal
 from qclip.engine import batch as batches
-from qclip.engine import tf32
 from qclip.engine.capture import checks, faults
 from qclip.engine.capture.capture import Capture
 from qclip.engine.capture.checks import Evaluate
@@ -28,10 +27,8 @@ from qclip.engine.proof.precision import in_precision
 from qclip.engine.proof.proof import PROOFS, SAME_WAY, NotSpreading
 from qclip.engine.proof.prover import CALLS_FOR_REFUSAL, Prover, first_line
 from qclip.engine.randomness import RandomState
-from qclip.engine.repeatable import repeatably
 from qclip.engine.result import ClippedGradients
-from qclip.engine.torch_versions import warn_if_untested
-from qclip.engine.uncompiled import uncompiled
+from qclip.engine.torch_settings import deterministically, tf32_anywhere, uncompiled, warn_if_untested
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -186,7 +183,7 @@ class Engine:
         """Run the evaluation with every use of a parameter captured."""
         run = self._begin(batch, count, keep_values=keep_values, observe=observe, proving=proving)
         self._recording = True
-        versions = [(x, x._version) for x in batches.tensors(batch)]
+        versions = [(x, x._version) for x in batches.tensor_leaves(batch)]
         try:
             with torch.enable_grad(), ExitStack() as stack:
                 run.enter(stack)
@@ -217,7 +214,7 @@ class Engine:
 
         What was learnt about calls that seem to give rows to examples is that of batches of ``like`` examples.
         """
-        shared = [x for x in batches.tensors(batch) if not batches.is_example_wise(x, count)]
+        shared = [x for x in batches.tensor_leaves(batch) if not batches.is_example_wise(x, count)]
         return Capture(
             parameters,
             [*constants, *shared],
@@ -371,7 +368,7 @@ class Engine:
         prover = Prover(self, run, evaluate, batch)
         buffers = [(x, x.detach().clone()) for _, x in self.model.named_buffers()] if self.data_independent else []
         try:
-            plan = repeatably(self.device, prover.prove)
+            plan = deterministically(self.device, prover.prove)
             self.proven = evaluate, batch
             return plan
         finally:
@@ -404,7 +401,7 @@ class Engine:
             ) from error
         finally:
             self._recording = False
-        rough = torch.is_autocast_enabled(self.device.type) or tf32.anywhere(self.device)
+        rough = torch.is_autocast_enabled(self.device.type) or tf32_anywhere(self.device)
         if not fallback.close(again.detach(), run.losses.detach(), rough=rough):
             raise Refusal(f"no exact way to clip {why}. Run example by example the model gives other losses. {remedy}")
         for name in names:

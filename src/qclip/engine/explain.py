@@ -117,7 +117,7 @@ def _norms(part: Part) -> str:
 
 def _stand_in(returned: Any, batch_size: int) -> Tensor:
     """One number per example from all that a model returned, to stand for a loss that is not known."""
-    found = [x for x in batches.tensors(returned) if batches.is_example_wise(x, batch_size) and x.requires_grad]
+    found = [x for x in batches.tensor_leaves(returned) if batches.is_example_wise(x, batch_size) and x.requires_grad]
     if not found:
         raise Refusal("the model returns no tensor with one row per example that depends on its parameters")
     return torch.stack(

@@ -16,7 +16,7 @@ from qclip.engine.gradients.clipping import rounding_room
 from qclip.engine.gradients.parts import accumulator
 from qclip.engine.groups import ClipNorm, GroupSpec, partition
 from qclip.engine.result import ClippedGradients
-from qclip.engine.uncompiled import uncompiled
+from qclip.engine.torch_settings import uncompiled
 
 
 def clipped_gradients(

@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from qclip import _validate as check
-from qclip.engine.batch import tensors, to_device_async
+from qclip.engine.batch import tensor_leaves, to_device_async
 from qclip.engine.randomness import seed_all
 from qclip.training.fetch import reads_lists
 
@@ -167,7 +167,7 @@ class Tickets:
 
     def issue(self, ticket: Ticket, batch: Any) -> None:
         """Note that a batch was handed out."""
-        versions = [(weakref.ref(tensor), tensor._version) for tensor in tensors(batch)]
+        versions = [(weakref.ref(tensor), tensor._version) for tensor in tensor_leaves(batch)]
         self._issued.append((replace(ticket, batch=batch), versions))
 
     def redeem(self, batch: Any) -> Ticket:
@@ -185,7 +185,7 @@ class Tickets:
             )
         (ticket, versions), *others = self._issued
         own = [ref for ref, _ in versions]
-        given = tensors(batch)
+        given = tensor_leaves(batch)
         if not given:
             remedy = (
                 "collate to tensors, or tuples, lists and dicts of them (for a BatchEncoding, import the integration)"

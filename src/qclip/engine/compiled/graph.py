@@ -22,11 +22,11 @@ from qclip.engine.compiled.cross_entropy import one_pass_cross_entropy
 from qclip.engine.compiled.rewrites import clip_early, free_layouts, is_random, use_recomputed
 from qclip.engine.driver import Engine, Run
 from qclip.engine.gradients import clipping
+from qclip.engine.gradients.fallback import substituted
 from qclip.engine.gradients.parts import collect, prepare
 from qclip.engine.gradients.plan import Plan
 from qclip.engine.gradients.sites import Site
 from qclip.engine.randomness import RandomState
-from qclip.engine.swapped import swapped
 
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """A step: from `inputs_of` to what its graph returns."""
@@ -45,7 +45,7 @@ def model_tensors(engine: Engine) -> list[Tensor]:
 
 def inputs_of(model: Sequence[Tensor], batch: Any, keep: Tensor, limits: Tensor) -> list[Tensor]:
     """What a step's graph is called with, in order."""
-    return [*model, *batches.tensors(batch), keep, limits]
+    return [*model, *batches.tensor_leaves(batch), keep, limits]
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def trace(
 
         start = RandomState.now(torch.device("cpu"))
         # The backward pass, too, sees the inputs as the model's tensors: a checkpointed block runs again in it.
-        with torch.enable_grad(), faults.avoided(), swapped(engine.model, parameters | constants):
+        with torch.enable_grad(), faults.avoided(), substituted(engine.model, parameters | constants):
             with capture:
                 losses = evaluate(mine)
             if not start.python_unmoved():

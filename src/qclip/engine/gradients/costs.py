@@ -18,9 +18,9 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from qclip.engine import tf32
 from qclip.engine.gradients.forms import Products
 from qclip.engine.kernels.products import is_native
+from qclip.engine.torch_settings import tf32_in_products
 
 Method = Literal["gram", "direct", "kept"]
 WORTH_KEEPING: Final = 128
@@ -81,5 +81,5 @@ def _traffic(x: Tensor) -> float:
     """Multiplications in the time of a number's way to memory and back: how fast the device multiplies such numbers."""
     if not x.is_cuda:
         return 40.0
-    fast = is_native(x) or (x.dtype == torch.float32 and tf32.in_products())
+    fast = is_native(x) or (x.dtype == torch.float32 and tf32_in_products())
     return 450.0 if fast else 75.0

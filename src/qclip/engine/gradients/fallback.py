@@ -1,7 +1,7 @@
 """Fallbacks, for what has no rule: vmap of the site's own vjp, then vmap of the whole model's gradient."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,7 +14,6 @@ from qclip.engine import batch as batches
 from qclip.engine.gradients.layouts import Layout
 from qclip.engine.gradients.sites import Call, Site, map_leaves, tensors
 from qclip.engine.randomness import RandomState
-from qclip.engine.swapped import swapped
 
 
 @contextmanager
@@ -125,7 +124,7 @@ def whole_model_gradients(
         mine = list(leaves)
         for k, row in zip(carrying, rows, strict=True):
             mine[k] = row
-        with swapped(model, values):
+        with substituted(model, values):
             return evaluate(pytree.tree_unflatten(mine, structure)).sum()
 
     rows = [leaves[k].unsqueeze(1) for k in carrying]
@@ -133,3 +132,39 @@ def whole_model_gradients(
         gradient = torch.func.grad_and_value(loss_of_one)
         grads, losses = torch.vmap(gradient, in_dims=(None, 0), randomness="different")(wanted, rows)
     return losses, grads
+
+
+@contextmanager
+def substituted(model: nn.Module, substitutes: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put other tensors in the place of the named parameters and buffers, wherever the model holds them.
+
+    On exit every module is as it was, attributes included: a forward pass may leave something there that was made from
+    the substitutes, such as a cached table. (`torch.func.functional_call` does not restore a module that is registered
+    in two places.)
+    """
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    substitute = {id(own[name]): x for name, x in substitutes.items()}
+    modules = list(model.modules())  # each once, however many names it has
+    attributes = [(vars(module), dict(vars(module))) for module in modules]
+    # A scripted module has no dicts here, and refuses to be written to: only what changes is written.
+    registries: list[Any] = [registry for module in modules for registry in (module._parameters, module._buffers)]
+    registered = [(registry, dict(registry.items())) for registry in registries]
+    try:
+        for registry, before in registered:
+            for name, x in before.items():
+                if id(x) in substitute:
+                    registry[name] = substitute[id(x)]
+        for current, before in attributes:
+            if isinstance(flat := before.get("_flat_weights"), list):  # recurrent layers have a list of their own
+                current["_flat_weights"] = [substitute.get(id(x), x) for x in flat]
+        yield
+    finally:
+        for current, before in attributes:
+            current.clear()
+            current.update(before)
+        for registry, before in registered:
+            for name in [name for name in registry.keys() if name not in before]:  # noqa: SIM118
+                del registry[name]
+            for name, x in before.items():
+                if name not in registry or registry[name] is not x:
+                    registry[name] = x

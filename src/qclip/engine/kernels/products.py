@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qclip.engine import tf32
+from qclip.engine.torch_settings import tf32_in_products
 
 ROUNDINGS = 4
 """How many units of rounding norms are taken from above."""
@@ -127,6 +127,6 @@ def doubt(x: Tensor) -> float:
     """
     if is_native(x):
         return NATIVE_ROUNDINGS * rounding(full(x))
-    if x.is_cuda and x.dtype == torch.float32 and tf32.in_products():
+    if x.is_cuda and x.dtype == torch.float32 and tf32_in_products():
         return 4 * 2.0**-11
     return ROUNDINGS * rounding(full(x))
