@@ -42,6 +42,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 Choice = ClipNorm | Callable[[Tensor], ClipNorm]
 """The threshold of each group, or a function that chooses it from norms [examples, K]."""
+ValidChoice = tuple[float, ...] | Callable[[Tensor], ClipNorm]
+"""The same, with validated clip norms."""
 Plans = dict[Any, tuple[Plan, int, Snapshot]]
 """By kind of forward pass: how to deal with it, how often it was used, and the constants it was proven with."""
 _OFTEN = 3
@@ -277,7 +279,7 @@ class Engine:
         run: "Run",
         evaluate: Evaluate,
         batch: Any,
-        choice: Choice,
+        choice: ValidChoice,
         mask: Tensor | None,
         *,
         kind: Any = None,
@@ -288,7 +290,7 @@ class Engine:
         keep = batches.full_mask(run.count, mask, run.losses.device)
         run, _, parts = self.parts(run, keep, evaluate, batch, kind=kind)
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            prepare(parts, self.costs, None if like is None else self.groups.stretches(), like=like)
+            prepare(parts, self.costs, None if like is None else self.groups.memory_phases(), like=like)
             return self._clip(parts, run.losses, keep, choice)
 
     @torch.enable_grad()
@@ -407,29 +409,37 @@ class Engine:
         for name in names:
             parts[name] = [Part(Dense(scale_examples(grads[name], keep)))]
 
-    def _choice(self, clip_norm: Choice) -> Choice:
-        """What was given; refused before anything is computed where it is no threshold."""
-        return clip_norm if callable(clip_norm) else self.groups.thresholds(clip_norm)
+    def _choice(self, clip_norm: Choice) -> ValidChoice:
+        """Validate clip norms before anything is computed."""
+        return clip_norm if callable(clip_norm) else self.groups.clip_norms(clip_norm)
 
-    def _clip(self, parts: Parts, losses: Tensor, keep: Tensor, choice: Choice) -> ClippedGradients:
+    def _clip_norms(self, choice: ValidChoice, norms: Tensor) -> tuple[float, ...]:
+        """Return the clip norms: as they were validated, or chosen from the norms [B, K]."""
+        return self.groups.clip_norms(choice(norms)) if callable(choice) else choice
+
+    def _clip(self, parts: Parts, losses: Tensor, keep: Tensor, choice: ValidChoice) -> ClippedGradients:
         bundles = clipping.bundled(parts, self.groups)
         norms = clipping.group_norms(parts, bundles, self.groups, self.parameters, keep)
-        thresholds = self.groups.thresholds(choice(norms.by_group[keep]) if callable(choice) else choice)
-        limits = torch.tensor(thresholds, dtype=norms.by_group.dtype, device=keep.device)
+        clip_norms = self._clip_norms(choice, norms.by_group[keep])
+        limits = torch.tensor(clip_norms, dtype=norms.by_group.dtype, device=keep.device)
         # Where all is finite (one look at one flag), nothing has to be masked out.
         mask = None if bool(norms.usable.all()) else norms.usable
         factors = clipping.clip_factors(norms, limits)
         sums = clipping.clipped_sums(parts, bundles, factors, self.groups, self.parameters, mask)
-        return ClippedGradients.of(sums, norms.by_group, thresholds, losses.detach(), keep)
+        return ClippedGradients.of(sums, norms.by_group, clip_norms, losses.detach(), keep)
 
-    def _nothing(self, choice: Choice) -> ClippedGradients:
+    def _nothing(self, choice: ValidChoice) -> ClippedGradients:
         """An empty batch: zero sums."""
         sums = {name: torch.zeros_like(p, dtype=accumulator(p)) for name, p in self.parameters.items()}
         norms = torch.zeros(0, len(self.groups), device=self.device)
         empty = torch.zeros(0, device=self.device)
-        thresholds = self.groups.thresholds(choice(norms) if callable(choice) else choice)
         return ClippedGradients(
-            sums, empty, norms, thresholds, empty, torch.zeros(0, dtype=torch.bool, device=self.device)
+            sums,
+            empty,
+            norms,
+            self._clip_norms(choice, norms),
+            empty,
+            torch.zeros(0, dtype=torch.bool, device=self.device),
         )
 
 

@@ -110,7 +110,7 @@ def clip(
     """The sum of these gradients, each clipped; examples where ``mask`` is false add nothing."""
     parameters, device = _trainable(model), _device(model)
     parts = partition(parameters, groups)
-    thresholds = parts.thresholds(clip_norm)
+    thresholds = parts.clip_norms(clip_norm)
     sums = {name: torch.zeros_like(p, dtype=accumulator(p)) for name, p in parameters.items()}
     room = rounding_room(total.dtype for total in sums.values())  # what is clipped stays so far below its bound
     limits = [(1 - room) * threshold for threshold in thresholds]

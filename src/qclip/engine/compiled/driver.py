@@ -121,7 +121,7 @@ class Compiled:
         if callable(clip_norm):
             self.say("the threshold looks at the batch's norms before it clips")
             return engine.clipped(evaluate, batch, clip_norm, mask=mask)
-        thresholds = engine.groups.thresholds(clip_norm)
+        thresholds = engine.groups.clip_norms(clip_norm)
         count = batches.size(batch, mask)
         if count == 0:
             return engine.clipped(evaluate, batch, clip_norm, mask=mask)

@@ -99,7 +99,7 @@ def trace(
             backward_ends = lambda: ends.append(len(_nodes()))  # noqa: E731
             parts = collect(capture.sites, plan, losses, keep, parameters, after_backward=backward_ends)
         with torch.no_grad(), torch.autocast(keep.device.type, enabled=False):
-            prepare(parts, engine.costs, engine.groups.stretches())  # `clip_early` lets gradients go
+            prepare(parts, engine.costs, engine.groups.memory_phases())  # `clip_early` lets gradients go
             bundles = clipping.bundled(parts, engine.groups)
             norms = clipping.group_norms(parts, bundles, engine.groups, parameters, keep)
             factors = clipping.clip_factors(norms, limits, hasty=True)
