@@ -9,7 +9,7 @@ from torch import nn
 from engine.cases import Net, squared
 from engine.driven import Pair, as_traced, batch
 from qclip.engine import clipped_gradients, torch_settings
-from qclip.engine.kernels.products import doubt
+from qclip.engine.kernels.products import relative_error_bound
 
 MATMUL = torch.backends.cuda.matmul
 OLDER = {
@@ -104,6 +104,6 @@ def test_a_compiled_step_is_compiled_for_it(choose, monkeypatch):
 
 
 def test_on_a_cpu_nothing_is_doubted_because_of_it():
-    exact = doubt(torch.zeros(1))
+    exact = relative_error_bound(torch.zeros(1))
     MATMUL.fp32_precision = "tf32"
-    assert doubt(torch.zeros(1)) == exact
+    assert relative_error_bound(torch.zeros(1)) == exact

@@ -31,7 +31,7 @@ from qclip.engine import torch_settings
 from qclip.engine.gradients.convolutions import Geometry, Windows
 from qclip.engine.gradients.forms import Outer
 from qclip.engine.kernels import products
-from qclip.engine.kernels.gram import wins
+from qclip.engine.kernels.gram import kernel_is_faster
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +51,7 @@ def native(monkeypatch):
 def test_norms_by_the_gram_kernel(positions):
     """Where it is chosen over whole matrices; sizes that are no multiple of a tile too."""
     form = outer(5, positions, 40, 56)
-    assert wins(form.left[:, 0], form.right[:, 0])
+    assert kernel_is_faster(form.left[:, 0], form.right[:, 0])
     norms, scaled = (squares.sqrt().double() for squares in form.gram_norms())
     truth = torch.linalg.vector_norm(true_grads(form).flatten(1), dim=1)
     assert (norms >= truth * (1 - 1e-7)).all()

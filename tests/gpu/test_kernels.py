@@ -101,7 +101,7 @@ def test_windows_of_any_strides(run):
 
 def test_windows_in_a_small_tiling(run):
     case = (2, 5, 8, 7), 20, (3, 3), (1, 1), (1, 1), (1, 1)
-    run(checks.check_windows, torch.bfloat16, torch.channels_last, windows.Tiling(16, 64, 32, 4, 2), *case)
+    run(checks.check_windows, torch.bfloat16, torch.channels_last, windows.WindowTiling(16, 64, 32, 4, 2), *case)
 
 
 def test_windows_of_no_examples(run):

@@ -1,4 +1,4 @@
-"""Batches: nests of tuples, lists and dicts of tensors. A tensor with one row per example has the batch dimension first."""
+"""Batches: nests of tuples, lists and dicts of tensors. Tensors with one row per example have it in front."""
 
 from collections.abc import Callable
 from typing import Any

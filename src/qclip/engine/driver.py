@@ -18,11 +18,13 @@ from qclip.engine.capture.checks import Evaluate
 from qclip.engine.capture.constants import Snapshot
 from qclip.engine.capture.forward_hooks import Watch, Watched
 from qclip.engine.gradients import clipping, fallback
+from qclip.engine.gradients.clipping import sum_dtype
 from qclip.engine.gradients.costs import CostModel
-from qclip.engine.gradients.forms import Dense, scale_examples
-from qclip.engine.gradients.parts import Part, Parts, accumulator, collect, prepare
+from qclip.engine.gradients.forms import Dense
+from qclip.engine.gradients.parts import Part, Parts, collect, prepare
 from qclip.engine.gradients.plan import Plan, signature
 from qclip.engine.groups import ClipNorm, GroupSpec, partition
+from qclip.engine.kernels.products import scale_examples
 from qclip.engine.proof.precision import in_precision
 from qclip.engine.proof.proof import PROOFS, SAME_WAY, NotSpreading
 from qclip.engine.proof.prover import CALLS_FOR_REFUSAL, Prover, first_line
@@ -421,16 +423,16 @@ class Engine:
         bundles = clipping.bundled(parts, self.groups)
         norms = clipping.group_norms(parts, bundles, self.groups, self.parameters, keep)
         clip_norms = self._clip_norms(choice, norms.by_group[keep])
-        limits = torch.tensor(clip_norms, dtype=norms.by_group.dtype, device=keep.device)
+        clip_norms_k = torch.tensor(clip_norms, dtype=norms.by_group.dtype, device=keep.device)
         # Where all is finite (one look at one flag), nothing has to be masked out.
-        mask = None if bool(norms.usable.all()) else norms.usable
-        factors = clipping.clip_factors(norms, limits)
+        mask = None if bool(norms.is_usable.all()) else norms.is_usable
+        factors = clipping.clip_factors(norms, clip_norms_k)
         sums = clipping.clipped_sums(parts, bundles, factors, self.groups, self.parameters, mask)
         return ClippedGradients.of(sums, norms.by_group, clip_norms, losses.detach(), keep)
 
     def _nothing(self, choice: ValidChoice) -> ClippedGradients:
         """An empty batch: zero sums."""
-        sums = {name: torch.zeros_like(p, dtype=accumulator(p)) for name, p in self.parameters.items()}
+        sums = {name: torch.zeros_like(p, dtype=sum_dtype(p)) for name, p in self.parameters.items()}
         norms = torch.zeros(0, len(self.groups), device=self.device)
         empty = torch.zeros(0, device=self.device)
         return ClippedGradients(

@@ -102,11 +102,11 @@ def trace(
             prepare(parts, engine.costs, engine.groups.memory_phases())  # `clip_early` lets gradients go
             bundles = clipping.bundled(parts, engine.groups)
             norms = clipping.group_norms(parts, bundles, engine.groups, parameters, keep)
-            factors = clipping.clip_factors(norms, limits, hasty=True)
+            factors = clipping.clip_factors(norms, limits, assume_finite=True)
             sums = clipping.clipped_sums(parts, bundles, factors, engine.groups, parameters, None)
         if any(map(is_random, _nodes()[ends[0] :])):
             raise Untraceable("random numbers of the forward pass would have to be drawn again in the backward pass")
-        return *sums.values(), norms.by_group, losses.detach(), norms.finite
+        return *sums.values(), norms.by_group, losses.detach(), norms.is_finite
 
     graph = _traced(step, inputs_of(model_tensors(engine), batch, keep, limits))
     use_recomputed(graph.graph, *ends)
