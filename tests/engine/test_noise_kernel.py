@@ -37,7 +37,7 @@ def launched(raws, stds, scale, seed, dtype, aligned=True, fast=False, spacings=
     rows, starts, total = noise_kernel._table(tuple(raw.numel() for raw in raws), device)
     memory = torch.full((total,), torch.nan, dtype=dtype, device=device)
     addresses = torch.tensor([x.data_ptr() for x in raws], device=device)
-    numbers = noise_kernel._numbers((seed % 2**64, seed >> 64), stds, spacings, scale).to(device)
+    numbers = noise_kernel._launch_values((seed % 2**64, seed >> 64), stds, spacings, scale).to(device)
     arguments = rows, addresses, numbers, memory
     noise_kernel._add_noise[(len(rows),)](*arguments, ALIGNED=aligned, FAST=fast, BLOCK=noise_kernel.BLOCK)
     parts = [memory[start : start + raw.numel()] for start, raw in zip(starts, raws, strict=True)]

@@ -12,26 +12,25 @@ from torch import Tensor, nn
 
 from qclip._validate import Refusal
 from qclip.engine import batch as batches
-from qclip.engine import tf32
 from qclip.engine.capture import checks, faults
 from qclip.engine.capture.capture import Capture
 from qclip.engine.capture.checks import Evaluate
 from qclip.engine.capture.constants import Snapshot
 from qclip.engine.capture.forward_hooks import Watch, Watched
 from qclip.engine.gradients import clipping, fallback
+from qclip.engine.gradients.clipping import sum_dtype
 from qclip.engine.gradients.costs import CostModel
-from qclip.engine.gradients.forms import Dense, scale_examples
-from qclip.engine.gradients.parts import Part, Parts, accumulator, collect, prepare
+from qclip.engine.gradients.forms import Dense
+from qclip.engine.gradients.parts import Part, Parts, collect, prepare
 from qclip.engine.gradients.plan import Plan, signature
 from qclip.engine.groups import ClipNorm, GroupSpec, partition
+from qclip.engine.kernels.products import scale_examples
 from qclip.engine.proof.precision import in_precision
 from qclip.engine.proof.proof import PROOFS, SAME_WAY, NotSpreading
 from qclip.engine.proof.prover import CALLS_FOR_REFUSAL, Prover, first_line
 from qclip.engine.randomness import RandomState
-from qclip.engine.repeatable import repeatably
 from qclip.engine.result import ClippedGradients
-from qclip.engine.torch_versions import warn_if_untested
-from qclip.engine.uncompiled import uncompiled
+from qclip.engine.torch_settings import deterministically, tf32_anywhere, uncompiled, warn_if_untested
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -45,6 +44,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 Choice = ClipNorm | Callable[[Tensor], ClipNorm]
 """The threshold of each group, or a function that chooses it from norms [examples, K]."""
+ValidChoice = tuple[float, ...] | Callable[[Tensor], ClipNorm]
+"""The same, with validated clip norms."""
 Plans = dict[Any, tuple[Plan, int, Snapshot]]
 """By kind of forward pass: how to deal with it, how often it was used, and the constants it was proven with."""
 _OFTEN = 3
@@ -186,7 +187,7 @@ class Engine:
         """Run the evaluation with every use of a parameter captured."""
         run = self._begin(batch, count, keep_values=keep_values, observe=observe, proving=proving)
         self._recording = True
-        versions = [(x, x._version) for x in batches.tensors(batch)]
+        versions = [(x, x._version) for x in batches.tensor_leaves(batch)]
         try:
             with torch.enable_grad(), ExitStack() as stack:
                 run.enter(stack)
@@ -217,7 +218,7 @@ class Engine:
 
         What was learnt about calls that seem to give rows to examples is that of batches of ``like`` examples.
         """
-        shared = [x for x in batches.tensors(batch) if not batches.is_example_wise(x, count)]
+        shared = [x for x in batches.tensor_leaves(batch) if not batches.is_example_wise(x, count)]
         return Capture(
             parameters,
             [*constants, *shared],
@@ -280,7 +281,7 @@ class Engine:
         run: "Run",
         evaluate: Evaluate,
         batch: Any,
-        choice: Choice,
+        choice: ValidChoice,
         mask: Tensor | None,
         *,
         kind: Any = None,
@@ -291,7 +292,7 @@ class Engine:
         keep = batches.full_mask(run.count, mask, run.losses.device)
         run, _, parts = self.parts(run, keep, evaluate, batch, kind=kind)
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            prepare(parts, self.costs, None if like is None else self.groups.stretches(), like=like)
+            prepare(parts, self.costs, None if like is None else self.groups.memory_phases(), like=like)
             return self._clip(parts, run.losses, keep, choice)
 
     @torch.enable_grad()
@@ -371,7 +372,7 @@ class Engine:
         prover = Prover(self, run, evaluate, batch)
         buffers = [(x, x.detach().clone()) for _, x in self.model.named_buffers()] if self.data_independent else []
         try:
-            plan = repeatably(self.device, prover.prove)
+            plan = deterministically(self.device, prover.prove)
             self.proven = evaluate, batch
             return plan
         finally:
@@ -404,35 +405,43 @@ class Engine:
             ) from error
         finally:
             self._recording = False
-        rough = torch.is_autocast_enabled(self.device.type) or tf32.anywhere(self.device)
+        rough = torch.is_autocast_enabled(self.device.type) or tf32_anywhere(self.device)
         if not fallback.close(again.detach(), run.losses.detach(), rough=rough):
             raise Refusal(f"no exact way to clip {why}. Run example by example the model gives other losses. {remedy}")
         for name in names:
             parts[name] = [Part(Dense(scale_examples(grads[name], keep)))]
 
-    def _choice(self, clip_norm: Choice) -> Choice:
-        """What was given; refused before anything is computed where it is no threshold."""
-        return clip_norm if callable(clip_norm) else self.groups.thresholds(clip_norm)
+    def _choice(self, clip_norm: Choice) -> ValidChoice:
+        """Validate clip norms before anything is computed."""
+        return clip_norm if callable(clip_norm) else self.groups.clip_norms(clip_norm)
 
-    def _clip(self, parts: Parts, losses: Tensor, keep: Tensor, choice: Choice) -> ClippedGradients:
+    def _clip_norms(self, choice: ValidChoice, norms: Tensor) -> tuple[float, ...]:
+        """Return the clip norms: as they were validated, or chosen from the norms [B, K]."""
+        return self.groups.clip_norms(choice(norms)) if callable(choice) else choice
+
+    def _clip(self, parts: Parts, losses: Tensor, keep: Tensor, choice: ValidChoice) -> ClippedGradients:
         bundles = clipping.bundled(parts, self.groups)
         norms = clipping.group_norms(parts, bundles, self.groups, self.parameters, keep)
-        thresholds = self.groups.thresholds(choice(norms.by_group[keep]) if callable(choice) else choice)
-        limits = torch.tensor(thresholds, dtype=norms.by_group.dtype, device=keep.device)
+        clip_norms = self._clip_norms(choice, norms.by_group[keep])
+        clip_norms_k = torch.tensor(clip_norms, dtype=norms.by_group.dtype, device=keep.device)
         # Where all is finite (one look at one flag), nothing has to be masked out.
-        mask = None if bool(norms.usable.all()) else norms.usable
-        factors = clipping.clip_factors(norms, limits)
+        mask = None if bool(norms.is_usable.all()) else norms.is_usable
+        factors = clipping.clip_factors(norms, clip_norms_k)
         sums = clipping.clipped_sums(parts, bundles, factors, self.groups, self.parameters, mask)
-        return ClippedGradients.of(sums, norms.by_group, thresholds, losses.detach(), keep)
+        return ClippedGradients.of(sums, norms.by_group, clip_norms, losses.detach(), keep)
 
-    def _nothing(self, choice: Choice) -> ClippedGradients:
+    def _nothing(self, choice: ValidChoice) -> ClippedGradients:
         """An empty batch: zero sums."""
-        sums = {name: torch.zeros_like(p, dtype=accumulator(p)) for name, p in self.parameters.items()}
+        sums = {name: torch.zeros_like(p, dtype=sum_dtype(p)) for name, p in self.parameters.items()}
         norms = torch.zeros(0, len(self.groups), device=self.device)
         empty = torch.zeros(0, device=self.device)
-        thresholds = self.groups.thresholds(choice(norms) if callable(choice) else choice)
         return ClippedGradients(
-            sums, empty, norms, thresholds, empty, torch.zeros(0, dtype=torch.bool, device=self.device)
+            sums,
+            empty,
+            norms,
+            self._clip_norms(choice, norms),
+            empty,
+            torch.zeros(0, dtype=torch.bool, device=self.device),
         )
 
 

@@ -23,7 +23,7 @@ from qclip.engine.proof.precision import in_digits_of
 from qclip.engine.proof.proof import TOLERANCE
 from qclip.engine.proof.prover import CALLS_FOR_REFUSAL, first_line, in_evaluation
 from qclip.engine.randomness import RandomState
-from qclip.engine.repeatable import repeatably
+from qclip.engine.torch_settings import deterministically
 from qclip.training.dataset import reads_lists
 
 MOST: Final = 32
@@ -157,7 +157,7 @@ class FetchProof:
             engine.in_precision(torch.float32),
             perturbed(engine.parameters.values()),
         ):
-            repeatably(engine.device, lambda: self._require_independent(list(indices)[:MOST], evaluate))
+            deterministically(engine.device, lambda: self._require_independent(list(indices)[:MOST], evaluate))
 
     def _require_independent(self, indices: list[int], evaluate: "Evaluate") -> None:
         chosen = np.random.default_rng(len(indices)).integers(self._dataset_size, size=len(indices))

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import random
 import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -55,27 +54,6 @@ def read(path: str | os.PathLike[str], device: torch.device | None = None) -> di
         remedy = "it was written by a newer qclip; install that one"
         raise check.refuse("checkpoint version", version, f"<= {VERSION}", remedy)
     return content
-
-
-def random_states() -> dict[str, Any]:
-    """The state of every global generator that a model or a data set may draw from."""
-    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - a data set may use it
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-        "python": random.getstate(),
-    }
-
-
-def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Set every global generator to what `random_states` returned."""
-    torch.set_rng_state(states["torch"].cpu())
-    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), *rest))  # noqa: NPY002
-    random.setstate(states["python"])
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from qclip import _validate as check
-from qclip.engine.batch import tensors, to_device_async
-from qclip.engine.randomness import seed_all
-from qclip.training.checkpoint import random_states
+from qclip.engine.batch import tensor_leaves, to_device_async
+from qclip.engine.randomness import RandomState, seed_all
 from qclip.training.dataset import dataset_of, dataset_size, reads_lists
 from qclip.training.plan import TrainingPlan
 from qclip.training.sampling import Sampler, generator_at
@@ -72,7 +71,7 @@ class Tickets:
 
     def issue(self, ticket: Ticket, batch: Any) -> None:
         """Note that a batch was handed out."""
-        versions = [(weakref.ref(tensor), tensor._version) for tensor in tensors(batch)]
+        versions = [(weakref.ref(tensor), tensor._version) for tensor in tensor_leaves(batch)]
         self._issued.append((replace(ticket, batch=batch), versions))
 
     def redeem(self, batch: Any) -> Ticket:
@@ -90,7 +89,7 @@ class Tickets:
             )
         (ticket, versions), *others = self._issued
         own = [ref for ref, _ in versions]
-        given = tensors(batch)
+        given = tensor_leaves(batch)
         if not given:
             remedy = (
                 "collate to tensors, or tuples, lists and dicts of them (for a BatchEncoding, import the integration)"
@@ -156,8 +155,8 @@ class TicketLoader:
         self.tickets = Tickets(rows_per_example)
         self.num_examples = dataset_size(source)
         """How many there are: not public, where another size was given for that."""
-        self.random_states: dict[str, Any] | None = None
-        """Those of the global generators before the first batch of the current logical step was fetched."""
+        self.random_state: RandomState | None = None
+        """That of the global generators before the first batch of the current logical step was fetched."""
         self._source, self._plan, self._done = source, plan, done
         self._pass: object = None
         self._workers = torch.Generator()
@@ -175,7 +174,7 @@ class TicketLoader:
         batches, ticket = iter(self._batches), None
         while True:
             if ticket is None or ticket.last:
-                self.random_states = random_states()
+                self.random_state = RandomState.now()
             try:
                 batch = next(batches)
             except StopIteration:

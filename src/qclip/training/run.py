@@ -17,6 +17,7 @@ from qclip import _validate as check
 from qclip import accounting, theory
 from qclip.engine import ClippedGradients, Engine
 from qclip.engine.compiled.driver import Compiled
+from qclip.engine.randomness import RandomState
 from qclip.schedules import Schedule
 from qclip.thresholds import Conditions, Threshold
 from qclip.thresholds.threshold import at, describe
@@ -276,7 +277,7 @@ class PrivateTraining:
             # that is added to two different sums can be subtracted. So fresh noise, whatever the seed was.
             self._noise = NoiseSource()
         if secrets["random"] is not None:
-            checkpoint.restore_random_states(secrets["random"])
+            RandomState.from_state_dict(secrets["random"]).restore()
 
     def save(self, path: str | os.PathLike[str], **others: Any) -> None:
         """Write a checkpoint: this run, its model and optimizers, and whatever else has a ``state_dict``, by name.
@@ -319,12 +320,13 @@ class PrivateTraining:
     def _secrets(self) -> dict[str, Any]:
         seed = self.loader.sampler.seed
         between = self._logical is None and self.loader.tickets.front is None
+        # In the middle of a logical batch the run goes back to where that batch was fetched.
+        random_state = RandomState.now() if between else self.loader.random_state
         return {
             "sampling": checkpoint.seed_state(seed),
             "data": self._data.under(seed),
             "noise": {"kind": self._engine.device.type, **self._noise.state_dict()},
-            # In the middle of a logical batch the run goes back to where that batch was fetched.
-            "random": checkpoint.random_states() if between else self.loader.random_states,
+            "random": None if random_state is None else random_state.state_dict(),
         }
 
     def _identity(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qclip.engine.shared import Shared
+from qclip.engine.torch_settings import SharedContext
 
 
 def right(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,4 +111,4 @@ _RIGHT: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = {
     torch.batch_norm: _batch_norm,
     torch.instance_norm: _instance_norm,
 }
-_avoided: Final = Shared(_replaced)
+_avoided: Final = SharedContext(_replaced)

@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 from qclip import _validate as check
 from qclip._validate import Refusal
 from qclip.engine import batch as batches
-from qclip.engine import repeatable, tf32
 from qclip.engine.batch import to_device_async
 from qclip.engine.capture import checks
 from qclip.engine.capture.checks import Evaluate, State
@@ -36,6 +35,7 @@ from qclip.engine.gradients.plan import Plan
 from qclip.engine.proof.proof import PROOFS
 from qclip.engine.randomness import RandomState
 from qclip.engine.result import ClippedGradients
+from qclip.engine.torch_settings import determinism_level, tf32_settings
 
 MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """Those of `torch.compile`; "reduce-overhead" and "max-autotune" replay CUDA graphs."""
@@ -121,7 +121,7 @@ class Compiled:
         if callable(clip_norm):
             self.say("the threshold looks at the batch's norms before it clips")
             return engine.clipped(evaluate, batch, clip_norm, mask=mask)
-        thresholds = engine.groups.thresholds(clip_norm)
+        thresholds = engine.groups.clip_norms(clip_norm)
         count = batches.size(batch, mask)
         if count == 0:
             return engine.clipped(evaluate, batch, clip_norm, mask=mask)
@@ -152,7 +152,7 @@ class Compiled:
         is_view = isinstance(step.run, Replay)
         # Without the sums, which would live as long as their own repair otherwise: until Python looks for cycles.
         result = ClippedGradients.of({}, by_group[:count].clone(), thresholds, losses[:count].clone(), keep, is_view)
-        read = [(x, x._version) for x in (*model, *batches.tensors(batch))]
+        read = [(x, x._version) for x in (*model, *batches.tensor_leaves(batch))]
 
         def recompute() -> ClippedGradients:
             """With the examples that are not finite replaced by one that is, and not counted.
@@ -233,8 +233,8 @@ class Compiled:
             tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
             model.kinds,
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-            tf32.settings(),
-            repeatable.chosen(),
+            tf32_settings(),
+            determinism_level(),
             torch.get_num_threads(),
         )
 

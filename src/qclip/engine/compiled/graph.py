@@ -22,11 +22,11 @@ from qclip.engine.compiled.cross_entropy import one_pass_cross_entropy
 from qclip.engine.compiled.rewrites import clip_early, free_layouts, is_random, use_recomputed
 from qclip.engine.driver import Engine, Run
 from qclip.engine.gradients import clipping
+from qclip.engine.gradients.fallback import substituted
 from qclip.engine.gradients.parts import collect, prepare
 from qclip.engine.gradients.plan import Plan
 from qclip.engine.gradients.sites import Site
 from qclip.engine.randomness import RandomState
-from qclip.engine.swapped import swapped
 
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """A step: from `inputs_of` to what its graph returns."""
@@ -45,7 +45,7 @@ def model_tensors(engine: Engine) -> list[Tensor]:
 
 def inputs_of(model: Sequence[Tensor], batch: Any, keep: Tensor, limits: Tensor) -> list[Tensor]:
     """What a step's graph is called with, in order."""
-    return [*model, *batches.tensors(batch), keep, limits]
+    return [*model, *batches.tensor_leaves(batch), keep, limits]
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def trace(
 
         start = RandomState.now(torch.device("cpu"))
         # The backward pass, too, sees the inputs as the model's tensors: a checkpointed block runs again in it.
-        with torch.enable_grad(), faults.avoided(), swapped(engine.model, parameters | constants):
+        with torch.enable_grad(), faults.avoided(), substituted(engine.model, parameters | constants):
             with capture:
                 losses = evaluate(mine)
             if not start.python_unmoved():
@@ -99,14 +99,14 @@ def trace(
             backward_ends = lambda: ends.append(len(_nodes()))  # noqa: E731
             parts = collect(capture.sites, plan, losses, keep, parameters, after_backward=backward_ends)
         with torch.no_grad(), torch.autocast(keep.device.type, enabled=False):
-            prepare(parts, engine.costs, engine.groups.stretches())  # `clip_early` lets gradients go
+            prepare(parts, engine.costs, engine.groups.memory_phases())  # `clip_early` lets gradients go
             bundles = clipping.bundled(parts, engine.groups)
             norms = clipping.group_norms(parts, bundles, engine.groups, parameters, keep)
-            factors = clipping.clip_factors(norms, limits, hasty=True)
+            factors = clipping.clip_factors(norms, limits, assume_finite=True)
             sums = clipping.clipped_sums(parts, bundles, factors, engine.groups, parameters, None)
         if any(map(is_random, _nodes()[ends[0] :])):
             raise Untraceable("random numbers of the forward pass would have to be drawn again in the backward pass")
-        return *sums.values(), norms.by_group, losses.detach(), norms.finite
+        return *sums.values(), norms.by_group, losses.detach(), norms.is_finite
 
     graph = _traced(step, inputs_of(model_tensors(engine), batch, keep, limits))
     use_recomputed(graph.graph, *ends)
