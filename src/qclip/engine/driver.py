@@ -223,7 +223,7 @@ class Engine:
             parameters,
             [*constants, *shared],
             count,
-            not_spreading=self._not_spreading.get(like, frozenset()),
+            not_broadcasts=self._not_spreading.get(like, frozenset()),
             keep_values=keep_values,
             observe=observe,
             traced=traced,

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from qclip._validate import Refusal
 from qclip.engine.capture import constants, running_state
-from qclip.engine.gradients.sites import Site, is_in_place
+from qclip.engine.gradients.sites import Site
 
 # What torch.distributed makes of modules, by name: importing it takes seconds.
 _DISTRIBUTED = {"FSDPModule": "fully_shard", "FullyShardedDataParallel": "FullyShardedDataParallel", "DDP": "replicate"}
@@ -249,7 +249,7 @@ def _behind(node: Node, at_site: Mapping[Node, Site], names: Mapping[Node, str])
             strangers.add(names[inner])
         else:
             ahead.extend(_following(inner))
-    if is_in_place(site.call.function) and not all(nodes & seen for nodes in site.data_nodes):
+    if site.call.in_place and not all(nodes & seen for nodes in site.data_nodes):
         strangers.update(site.parameters)  # written into a part of a tensor: the graph was made anew around the site
     return beyond, strangers
 

@@ -13,8 +13,6 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from qclip.engine.gradients.sites import map_leaves
-
 aten = torch.ops.aten
 
 
@@ -32,7 +30,7 @@ def use_recomputed(graph: Graph, forward: int, backward: int) -> None:
     repeated: dict[Node, Node] = {}  # and the other way round
 
     def meaning(node: Node) -> str:
-        arguments = map_leaves((node.args, tuple(node.kwargs.items())), lambda x: original.get(x, x))
+        arguments = map_arg((node.args, tuple(node.kwargs.items())), lambda x: original.get(x, x))
         return f"{node.target} {arguments}"
 
     def repeats(node: Node) -> bool:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from qclip.engine import batch as batches
 from qclip.engine.gradients.layouts import Layout
-from qclip.engine.gradients.sites import Call, Site, map_leaves, tensors
+from qclip.engine.gradients.sites import Call, Site, tensors
 from qclip.engine.randomness import RandomState
 
 
@@ -98,20 +98,15 @@ def _example_function(
     def run(data: Sequence[Tensor], sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
         values = {"data": data, "source": sources}
 
-        def fill(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                kind, k = places.get(id(x), ("", 0))
-                x = values[kind][k] if kind else x
-                return x if site.cast_to is None or not x.is_floating_point() else x.to(site.cast_to)
-            return x
+        def fill(x: Tensor) -> Tensor:
+            kind, k = places.get(id(x), ("", 0))
+            x = values[kind][k] if kind else x
+            return x if site.cast_to is None or not x.is_floating_point() else x.to(site.cast_to)
 
         # vmap does not support every function that autocast does, so the casts happen here.
         with torch.autocast(call.versions[0][0].device.type, enabled=False):
-            result = call.function(
-                *(map_leaves(x, fill) for x in call.args),
-                **{key: map_leaves(x, fill) for key, x in call.kwargs.items()},
-            )
-        results = list(tensors((result,)))
+            args, kwargs = call.with_tensors([fill(x) for x, _ in call.versions])
+            results = tensors(call.function(*args, **kwargs))
         return tuple(results[output.position] for output in site.outputs)
 
     return run

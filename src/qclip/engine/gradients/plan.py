@@ -13,7 +13,7 @@ from qclip.engine.gradients.convolutions import Windows
 from qclip.engine.gradients.forms import Dense, Outer, Rows
 from qclip.engine.gradients.layouts import Layout, relative
 from qclip.engine.gradients.rules.registry import Gradient
-from qclip.engine.gradients.sites import Site, map_leaves
+from qclip.engine.gradients.sites import Site
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,14 @@ def _rule_forms(site: Site, layout: Layout, grad: Tensor, batch_size: int) -> di
     if any(x.is_complex() for x, _ in call.versions):
         return {}  # rules are written for real numbers
 
-    def by_example(x: Any) -> Any:
-        if not isinstance(x, Tensor) or id(x) in call.fixed:
+    def by_example(x: Tensor) -> Tensor:
+        if id(x) in call.fixed:
             return x
         if entry.broadcasts and x.dim() < dims:
             x = x[(None,) * (dims - x.dim())]
         return layout.by_example(x, batch_size) if layout.holds(x, batch_size) else x
 
-    args = map_leaves(call.args, by_example)
-    kwargs = dict(zip(call.kwargs, map_leaves(list(call.kwargs.values()), by_example), strict=True))
+    args, kwargs = call.with_tensors([by_example(x) for x, _ in call.versions])
     with torch.no_grad():
         gradients = entry.rule(layout.by_example(grad, batch_size), *args, **kwargs)
     bound = entry.signature.bind(grad, *args, **kwargs).arguments

@@ -138,7 +138,7 @@ def _proven(
     if other is not None:
         raise _OtherSites(other)
     layouts, shown = _owners(trial, count)
-    failed = [site.spread for site, each in zip(trial.capture.sites, layouts, strict=True) if not each]
+    failed = [site.broadcast_index for site, each in zip(trial.capture.sites, layouts, strict=True) if not each]
     if any(ordinal is not None for ordinal in failed):
         raise NotSpreading(frozenset(ordinal for ordinal in failed if ordinal is not None))
     plans: Plans = []
