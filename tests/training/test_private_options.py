@@ -123,7 +123,7 @@ def test_bad_rows_are_refused():
         run(training)
     training, model, _ = make(dataset=Rows("stacked"), rows_per_example=3)
     x, y = next(iter(training.loader))
-    with pytest.raises(ValueError, match=r"several rows per example, the batch goes through the model here"):
+    with pytest.raises(ValueError, match=r"rows_per_example > 1, qclip runs the model itself; pass the batch"):
         training.loss(model(x.flatten(0, 1)), y)
     with pytest.raises(ValueError, match="rows_per_example = 0 must be >= 1"):
         make(rows_per_example=0)
