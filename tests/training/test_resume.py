@@ -183,7 +183,7 @@ def test_another_model_or_other_names_are_refused(tmp_path):
         training.load(path, **run.others)
 
 
-CHANGED = r"dataset = 'changed' must be the one that .*; put back the data that the run began with"
+CHANGED = r"dataset has changed since the checkpoint .*: put back the data that the run began with"
 
 
 @pytest.mark.parametrize("flipped", [1, 399])
@@ -242,7 +242,7 @@ def test_batches_handed_out_before_a_load_are_void(tmp_path):
     run = Run(PrivateQuantile(0.5))
     batch = next(iter(run.training.loader))
     run.training.load(path, **run.others)
-    with pytest.raises(ValueError, match="without a ticket"):
+    with pytest.raises(ValueError, match="batch has no ticket"):
         run.training.step(batch)
 
 

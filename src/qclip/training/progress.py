@@ -1,4 +1,4 @@
-"""Progress of what takes long inside a call."""
+"""Progress of long operations inside a call."""
 
 import logging
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from rich.console import Console
 
 @contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show that something is being done, on a terminal; a line in the log of ``qclip`` elsewhere."""
+    """Show a status line on a terminal while the block runs; elsewhere, write a line to the log of ``qclip``."""
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status(what):

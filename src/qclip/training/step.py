@@ -61,7 +61,7 @@ class StepRelease:
     noisy_gradient: dict[str, Tensor]
     clip_norms: tuple[float, ...]
     noisy_unclipped: tuple[float, ...]
-    """The fraction of unclipped examples in each group; empty if the threshold does not count them."""
+    """The fraction of unclipped examples in each group; empty if the threshold does not estimate it."""
     scale: float
     """The divisor of the gradient besides the batch size."""
     state: StepState
