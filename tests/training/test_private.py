@@ -549,7 +549,7 @@ def test_a_batch_from_elsewhere_is_refused():
     training, model, _ = make()
     x, y = small()[:12]
     for use in (lambda: training.step(x, y), lambda: training.loss(model(x), y)):
-        with pytest.raises(ValueError, match=r"batch has no ticket: use each batch of training.loader once"):
+        with pytest.raises(ValueError, match=r"not an unused batch of training.loader: use each of its batches once"):
             use()
 
 
@@ -557,7 +557,7 @@ def test_a_batch_cannot_be_used_twice_or_in_part():
     training, _, _ = make()
     batch = next(iter(training.loader))
     training.step(batch)
-    with pytest.raises(ValueError, match="batch has no ticket"):
+    with pytest.raises(ValueError, match=r"batch is not an unused batch of training.loader"):
         training.step(batch)
     x, y = next(iter(training.loader))
     with pytest.raises(ValueError, match=f"the next batch of training.loader has {len(x)} examples"):
@@ -602,9 +602,9 @@ def other_model():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": None}, r"loss, per_example_loss = \(None, None\) must be one given"),
+        ({"loss": None}, "must be given, not loss = None and per_example_loss = None"),
         ({"physical_batch_size": 0}, "physical_batch_size = 0 must be >= 1"),
-        ({"optimizer": other_model()}, "optimizer = 'over 4 others' must be over the model's parameters alone"),
+        ({"optimizer": other_model()}, "optimizer has 4 parameters that are not the model's"),
         ({"optimizer": [object()]}, "optimizer = 'object' must be a torch.optim.Optimizer"),
         ({"groups": "by-layer"}, "groups = 'by-layer' must be one of"),
         ({"batch_size": 61}, "batch_size = 61 must be <= "),
@@ -620,7 +620,7 @@ def test_bad_optimizers_are_refused():
     model = mlp()
     with pytest.raises(ValueError, match=r"optimizer = 'LBFGS' must be one that does not"):
         make(model, optimizer=torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(ValueError, match=r"without \['2.weight', '2.bias'\].* freeze them"):
+    with pytest.raises(ValueError, match=r"lacks the trainable parameters \['2.weight', '2.bias'\].* freeze them"):
         make(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
 
 

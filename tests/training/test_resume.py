@@ -242,7 +242,7 @@ def test_batches_handed_out_before_a_load_are_void(tmp_path):
     run = Run(PrivateQuantile(0.5))
     batch = next(iter(run.training.loader))
     run.training.load(path, **run.others)
-    with pytest.raises(ValueError, match="batch has no ticket"):
+    with pytest.raises(ValueError, match=r"batch is not an unused batch of training.loader"):
         run.training.step(batch)
 
 
@@ -328,7 +328,10 @@ DRAWING = {
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"physical_batch_size": 17}, r"physical_batch_size = 17 must be None, as in the checkpoint; give it the same"),
+        (
+            {"physical_batch_size": 17},
+            r"physical_batch_size = 17 must be None, as in the checkpoint; pass the same value",
+        ),
         ({"compile": "default", "physical_batch_size": 60}, "physical_batch_size = 60 must be None"),
     ],
 )

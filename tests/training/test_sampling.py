@@ -174,7 +174,9 @@ def test_the_size_is_that_of_the_data_set():
 
 def test_a_batch_without_a_ticket_is_refused():
     tickets = Tickets()
-    with pytest.raises(ValueError, match=r"batch has no ticket: use each batch of training.loader once"):
+    with pytest.raises(
+        ValueError, match=r"batch is not an unused batch of training.loader: use each of its batches once"
+    ):
         tickets.redeem(torch.zeros(3))
 
 

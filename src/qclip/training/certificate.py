@@ -93,7 +93,7 @@ def certify(
         noise: The noise multipliers of gradient and counts.
         dims: The number of coordinates of each group.
         p_lo: A lower bound on the unclipped fraction of every step, if one is known.
-        confidence: The probability with which the bound holds.
+        confidence: The probability with which the bounds on the noisy clipped fractions hold.
 
     Raises:
         qclip.Refusal: For several groups, no steps, or a record without the unclipped fraction of every step.

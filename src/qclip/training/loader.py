@@ -111,8 +111,8 @@ class Tickets:
         """
         if not self._issued:
             raise Refusal(
-                "batch has no ticket: use each batch of training.loader once; for other data, call the model and the "
-                "criterion directly"
+                "batch is not an unused batch of training.loader: use each of its batches once; for other data, call "
+                "the model and the criterion directly"
             )
         (ticket, versions), *others = self._issued
         own = [ref for ref, _ in versions]

@@ -175,11 +175,11 @@ class PrivateTraining:
     def certificate(
         self, assumptions: theory.Assumptions, confidence: float = 0.95, *, p_lo: float | None = None
     ) -> theory.Bound:
-        """Return a bound on the mean squared gradient norm of the run so far, by `qclip.theory.certificate`.
+        """Return the bound on the weighted mean of ``E ||grad f||^2`` that the record so far certifies.
 
         Args:
-            assumptions: The constants of the problem.
-            confidence: The probability with which the bound holds.
+            assumptions: The constants of the problem (`qclip.theory.certificate`).
+            confidence: The probability with which the bounds on the noisy clipped fractions hold.
             p_lo: A lower bound on the unclipped fraction of every step; by default the record has to show one.
 
         Raises:
@@ -211,7 +211,7 @@ class PrivateTraining:
         )
 
     def step(self, *batch: Any) -> Tensor:
-        """Run forward pass, clipping, noise and optimizer on a batch of `loader`; return its raw mean loss, 0-dim."""
+        """Train on a physical batch of `loader`, given as ``batch`` or ``x, y``; return its raw mean loss, 0-dim."""
         with self._attempt():
             ticket, gradients = self._clip(batch)
             self._take(ticket, gradients)
