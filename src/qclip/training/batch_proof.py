@@ -17,7 +17,7 @@ from qclip import _validate as check
 from qclip.engine import Engine, Refusal
 from qclip.engine.capture.constants import same
 from qclip.engine.proof.perturbation import perturbed
-from qclip.engine.proof.precision import in_digits_of
+from qclip.engine.proof.precision import at_least
 from qclip.engine.proof.proof import TOLERANCE
 from qclip.engine.proof.prover import CALLS_FOR_REFUSAL, first_line, in_evaluation
 from qclip.engine.randomness import RandomState
@@ -42,7 +42,7 @@ class Origin:
         leaf = leaves[self.place]
         if self.like is None:
             return leaf
-        leaf = in_digits_of(torch.float32, leaf.to(self.like.device, self.like.dtype))
+        leaf = at_least(torch.float32, leaf.to(self.like.device, self.like.dtype))
         if self.transposed:
             return leaf.transpose(0, 1)
         if leaf.dim() == self.like.dim():

@@ -7,10 +7,9 @@ Gram matrices.
 Shapes: B batch size, R images per example, C and M input and output channels, T positions.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +39,7 @@ LONG_ROW: Final = 8
 """From this length on, copying rows of a window is faster than copying strided rows of positions."""
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """The geometry of the windows, with one number per spatial dimension in each tuple."""
 
     strides: tuple[int, ...]
@@ -116,7 +114,7 @@ class Windows(Products):
         """Compute norms from the gradients, formed chunk by chunk and not kept."""
         # On a GPU the sum adds the very same gradients, rounded alike: no rounding margin is needed.
         if self.in_kernels:  # not split: chunks would fix the strides of images and gradients, by copies
-            return Squares.exact(window_squares(self.images, self.grads, *self._pairs()))
+            return Squares.exact(window_squares(self.images, self.grads, self.shape[2:], *self.geometry[:3]))
         chunks = self._split(chunk(self.shape.numel(), self.images))
         if self.images.is_cuda:
             return Squares.cat([part.kept().squared_norms() for part in chunks])
@@ -136,7 +134,7 @@ class Windows(Products):
         A GPU's convolutions round in their own ways, so there the gradients whose norms were taken are added.
         """
         if self.in_kernels:
-            return window_sums(self.images, self.grads, factors, *self._pairs())
+            return window_sums(self.images, self.grads, factors, self.shape[2:], *self.geometry[:3])
         if self.images.is_cuda:
             step = chunk(self.shape.numel(), self.images)
             pairs = zip(self._split(step), factors.split(step), strict=True)
@@ -173,7 +171,7 @@ class Windows(Products):
     def kept(self) -> Dense:
         """Return the gradients themselves, in the precision they are computed in."""
         if self.in_kernels:
-            return Dense(*window_gradients(self.images, self.grads, *self._pairs()))
+            return Dense(*window_gradients(self.images, self.grads, self.shape[2:], *self.geometry[:3]))
         return self.outer().kept() if self.images.is_cuda else Dense(self.dense())
 
     def masked(self, is_kept: Tensor) -> "Windows":
@@ -205,19 +203,8 @@ class Windows(Products):
         """Repeat the values [B] of the examples for each of their images, [B R]."""
         return x.repeat_interleave(self._images_each, output_size=len(self.grads))
 
-    def _pairs(self) -> tuple[tuple[int, int], ...]:
-        """Return the geometry in two dimensions: kernel, strides, pads, dilations."""
-        g = self.geometry
-        kernel, strides, pads, dilations = map(_pair, (self.shape[2:], g.strides, g.pads, g.dilations))
-        return kernel, strides, pads, dilations
-
     def _by_group(self, x: Tensor) -> Tensor:
         """Reshape [B R, groups * channels, *positions] to [B, groups, R * positions, channels]."""
         groups = self.geometry.groups
         x = x.flatten(2).view(self.batch_size, -1, groups, x.shape[1] // groups, x[0, 0].numel())
         return x.permute(0, 2, 1, 4, 3).flatten(2, 3)
-
-
-def _pair(sizes: Sequence[int]) -> tuple[int, int]:
-    first, second = sizes
-    return first, second
