@@ -72,6 +72,6 @@ class ClippedGradients:
         Returns:
             The counts [K, M], int64.
         """
-        limits = to_device_async(torch.tensor(radii, dtype=self.group_norms.dtype), self.group_norms.device)
+        bounds = to_device_async(torch.tensor(radii, dtype=self.group_norms.dtype), self.group_norms.device)
         norms = self.group_norms[:, :, None]
-        return ((norms <= limits) & norms.isfinite() & self.mask[:, None, None]).sum(0)
+        return ((norms <= bounds) & norms.isfinite() & self.mask[:, None, None]).sum(0)

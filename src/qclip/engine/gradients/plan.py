@@ -71,8 +71,8 @@ def _rule_forms(site: Site, layout: Layout, grad: Tensor, batch_size: int) -> di
             x = x[(None,) * (dims - x.dim())]
         return layout.by_example(x, batch_size) if layout.holds(x, batch_size) else x
 
-    args = map_leaves(call.args, by_example)
-    kwargs = dict(zip(call.kwargs, map_leaves(list(call.kwargs.values()), by_example), strict=True))
+    args, values = map_leaves((call.args, tuple(call.kwargs.values())), by_example)
+    kwargs = dict(zip(call.kwargs, values, strict=True))
     with torch.no_grad():
         gradients = entry.rule(layout.by_example(grad, batch_size), *args, **kwargs)
     bound = entry.signature.bind(grad, *args, **kwargs).arguments

@@ -306,7 +306,7 @@ if triton is not None:
 
     @triton.jit
     def _tiles(images, images_example, grads, grads_example, weights, partial, K: constexpr):
-        """Compute one tile of one example's gradient [M, N] and the sum of its squares; write it if asked to."""
+        """Compute one tile of one example's gradient [M, N], written to ``weights`` if given, and the sum of its squares."""
         program = tl.program_id(0)
         example = (program // K.TILES).to(tl.int64)
         m, n = _places(program % K.TILES, K)

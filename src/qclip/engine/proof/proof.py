@@ -47,7 +47,7 @@ SAME_WAY: Final = (
 
 @dataclass(frozen=True)
 class Subject:
-    """The evaluation under proof: a batch, and the ways to run it again."""
+    """The evaluation under proof: a batch, and how to run it again."""
 
     batch: Any
     batch_size: int
@@ -95,7 +95,7 @@ def prove(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subj
 
     Raises:
         Refusal: the evaluation cannot be proven; the message names the site and the remedy.
-        NotSpreading: some sites are none.
+        NotSpreading: some captured calls are not sites.
     """
     try:
         with subject.perturbed():
@@ -106,7 +106,7 @@ def prove(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subj
 
 
 def _plan(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subject: Subject) -> Plan:
-    reasons = dict.fromkeys(unseen, "the loss depends on it by a way that no torch function shows")
+    reasons = dict.fromkeys(unseen, "the loss depends on it in a way that no torch function shows")
     batch_size = subject.batch_size
     subject, healthy = _healthy(subject)
     trial = subject.run(keep_values=True)

@@ -51,6 +51,7 @@ class Provable(Protocol):
         evaluate: Evaluate,
         batch: Any,
         batch_size: int,
+        /,
         *,
         keep_values: bool = ...,
         observe: Callable[[int, Tensor], None] | None = ...,
@@ -59,7 +60,7 @@ class Provable(Protocol):
         """Run the evaluation and capture every use of a parameter."""
         ...
 
-    def collect(self, run: Any, plan: Plan, is_counted: Tensor, evaluate: Evaluate, batch: Any) -> Parts:
+    def collect(self, run: Any, plan: Plan, is_counted: Tensor, evaluate: Evaluate, batch: Any, /) -> Parts:
         """Return the contributions of the sites to every parameter."""
         ...
 
@@ -154,8 +155,8 @@ class Prover:
             if [site.parameters for site in again.capture.sites] != [site.parameters for site in run.capture.sites]:
                 raise Refusal("the model uses other parameters there")
             expected = plain_gradients(again.losses, engine.parameters)
-            everyone = torch.ones(run.count, dtype=torch.bool, device=again.losses.device)
-            parts = engine.collect(again, plan, everyone, self._evaluate, batch)
+            is_counted = torch.ones(run.count, dtype=torch.bool, device=again.losses.device)
+            parts = engine.collect(again, plan, is_counted, self._evaluate, batch)
             require_totals(parts, expected, again.capture.sites, engine.parameters)
         return again.capture.fingerprint
 
