@@ -89,7 +89,7 @@ class Windows(Products):
 
     @property
     def _images_each(self) -> int:
-        """R."""
+        """R, the number of images of each example."""
         return len(self.grads) // self.batch_size
 
     @property

@@ -61,7 +61,14 @@ class Traces:
 
     @staticmethod
     def of(rerun: Rerun, batch: Any, batch_size: int, plans: SitePlans) -> "Traces":
-        """Run the evaluation and trace it."""
+        """Run the evaluation and trace it.
+
+        Args:
+            rerun: runs the evaluation.
+            batch: the batch.
+            batch_size: B.
+            plans: the plans whose layouts are traced at each site.
+        """
         traces = Traces(plans, batch_size)
         trial = rerun(batch, batch_size, observe=lambda k, value: traces._add(traces.values, k, value))
         traces.losses, traces.random = trial.losses.detach(), trial.random
