@@ -131,7 +131,7 @@ def plan_site(
                 break
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
                 continue  # this strategy does not fit the call; the next one may
-    return plans, "it has no rule, and running it again example by example does not give what it gave"
+    return plans, "it has no rule, and running it again example by example does not reproduce its output"
 
 
 def _covers(site: Site, plan: SitePlan, grads: Sequence[Tensor], batch_size: int) -> bool:

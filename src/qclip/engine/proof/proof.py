@@ -106,28 +106,20 @@ def prove(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subj
 
 
 def _plan(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subject: Subject) -> Plan:
-    reasons = dict.fromkeys(unseen, "the loss depends on it in a way that no torch function shows")
-    batch_size = subject.batch_size
     subject, healthy = _healthy(subject)
     trial = subject.run(keep_values=True)
-    other = _first_other(capture.sites, trial.capture.sites, batch_size)
+    other = _first_other(capture.sites, trial.capture.sites, subject.batch_size)
     if other is not None:
         raise _OtherSites(other)
-    layouts, has_gradient = _owners(trial, batch_size)
+    layouts, has_gradient = _owners(trial, subject.batch_size)
     failed = [site.spread for site, admitted in zip(trial.capture.sites, layouts, strict=True) if not admitted]
     if any(ordinal is not None for ordinal in failed):
         raise NotSpreading(frozenset(ordinal for ordinal in failed if ordinal is not None))
-    plans: SitePlans = []
-    site_grads = trial.gradients(torch.ones_like(trial.losses))
-    for site, admitted, grads in zip(trial.capture.sites, layouts, site_grads, strict=True):
-        with torch.autocast(trial.losses.device.type, enabled=False):
-            fitting, reason = plan_site(site, admitted, grads, batch_size)
-        plans.append(fitting)
-        if not fitting:
-            reasons.update(dict.fromkeys(site.parameters, f"{reason} at {site}"))
+    plans, reasons = _site_plans(trial, layouts)
+    reasons = dict.fromkeys(unseen, "the loss depends on it in a way that no torch function shows") | reasons
     random, device = trial.random, trial.losses.device
-    del trial, site_grads
-    if batch_size > 1:
+    del trial  # and its graph
+    if subject.batch_size > 1:
         plans = _require_separation(subject, plans)
         if not random:
             plans = _require_any_size(subject, plans, device)
@@ -144,6 +136,20 @@ def _plan(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subj
         for shown, admitted, is_reached in zip(has_gradient, layouts, reached, strict=True)
     )
     return Plan(used, whole, reasons, proven=healthy and certain and not capture.routes)
+
+
+def _site_plans(trial: Repetition, layouts: Sequence[Sequence[Layout]]) -> tuple[SitePlans, dict[str, str]]:
+    """Return the plans that fit each site, and for the parameters of sites without one the reason."""
+    plans: SitePlans = []
+    reasons: dict[str, str] = {}
+    site_grads = trial.gradients(torch.ones_like(trial.losses))
+    for site, admitted, grads in zip(trial.capture.sites, layouts, site_grads, strict=True):
+        with torch.autocast(trial.losses.device.type, enabled=False):
+            fitting, reason = plan_site(site, admitted, grads, len(trial.losses))
+        plans.append(fitting)
+        if not fitting:
+            reasons.update(dict.fromkeys(site.parameters, f"{reason} at {site}"))
+    return plans, reasons
 
 
 def require_separation_in_float32(subject: Subject, plan: Plan) -> None:
@@ -175,8 +181,8 @@ def _unrepeatable(unseen: Sequence[str]) -> Refusal:
             "per_example_loss, which see the loss too"
         )
     return Refusal(
-        "the model did not do the same twice on the same batch; its forward pass must depend on nothing but its "
-        "inputs, its parameters and random numbers from torch, numpy or random"
+        "two runs of the model on the same batch differ; its forward pass must depend on nothing but its inputs, its "
+        "parameters and random numbers from torch, numpy or random"
     )
 
 
