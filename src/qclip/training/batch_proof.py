@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from qclip.engine import Engine, Refusal
 from qclip.engine.capture.constants import same
 from qclip.engine.proof.perturbation import perturbed
-from qclip.engine.proof.precision import in_digits_of
+from qclip.engine.proof.precision import at_least
 from qclip.engine.proof.proof import TOLERANCE
 from qclip.engine.proof.prover import CALLS_FOR_REFUSAL, first_line, in_evaluation
 from qclip.engine.randomness import RandomState
@@ -47,7 +47,7 @@ class Origin:
         leaf = leaves[self.leaf_index]
         if self.template is None:
             return leaf
-        leaf = in_digits_of(torch.float32, leaf.to(self.template.device, self.template.dtype))
+        leaf = at_least(torch.float32, leaf.to(self.template.device, self.template.dtype))
         if self.transposed:
             return leaf.transpose(0, 1)
         if leaf.dim() == self.template.dim():

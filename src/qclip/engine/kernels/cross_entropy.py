@@ -125,14 +125,7 @@ if triton is not None:
 
     @triton.jit
     def _losses(
-        scores,
-        target,
-        losses,
-        sums,
-        C: tl.constexpr,
-        ROW: tl.constexpr,
-        IGNORED: tl.constexpr,
-        BLOCK: tl.constexpr,
+        scores, target, losses, sums, C: tl.constexpr, ROW: tl.constexpr, IGNORED: tl.constexpr, BLOCK: tl.constexpr
     ):
         """Compute one row. Each lane of a block keeps a maximum and a sum of its own until the end."""
         row = tl.program_id(0).to(tl.int64)
