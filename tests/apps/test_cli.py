@@ -184,7 +184,7 @@ def test_plan_says_why_no_threshold_works(capsys):
     status, out, _ = run(capsys, "plan", *arguments)
     assert status == 0
     assert "None works here" in out
-    assert "- PrivateQuantile: noise of the unclipped fraction" in out
+    assert "- PrivateQuantile: the noise on the unclipped fraction" in out
 
 
 def test_plan_for_a_target_with_noise_counts_its_steps(capsys):
