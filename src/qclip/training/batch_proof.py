@@ -150,7 +150,7 @@ class FetchProof:
         * A difference beyond rounding is refused. The message names the collate function and the remedy.
         * Every tensor and number that was used must be in the loader's batch: moved, cast, reshaped or transposed, but
           not computed from it.
-        * The proof leaves no trace: parameters, gradients and global generators are as before.
+        * The proof leaves no trace: parameters, random numbers, items and training flags are as before.
 
     Edge cases:
         * torch's default collate function on a data set that reads single items needs no proof.
