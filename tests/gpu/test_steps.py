@@ -11,8 +11,8 @@ from torch import nn
 from engine.compare import distance
 from engine.driven import Pair, as_traced
 from gpu.device import DEVICE, ON_GPU, cuda_only
+from qclip.engine.compiled.backend import Replay
 from qclip.engine.compiled.driver import Step
-from qclip.engine.compiled.replay import Replay
 
 pytestmark = pytest.mark.gpu
 
@@ -100,7 +100,7 @@ def _compiler():
     """The traced graph runs as it is where there is no GPU; that it can be compiled is tested elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
-            patch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
+            patch.setattr("qclip.engine.compiled.driver.compile_graph", as_traced)
         yield
 
 

@@ -44,11 +44,11 @@ class CostModel:
     overhead: float = 1.3
     method: Method | None = None
 
-    def choose(self, form: Products, available_bytes: float, examples: int | None = None) -> Method:
-        """The cheapest way that fits the memory, for so many examples: its own, if not said."""
+    def choose(self, form: Products, available_bytes: float) -> Method:
+        """The cheapest way that fits the memory."""
         if self.method is not None:
             return self.method
-        fits = self.kept_bytes_of(form, examples) <= available_bytes
+        fits = self.kept_bytes_of(form) <= available_bytes
         if form.in_kernels:
             return "kept" if fits and form.positions > WORTH_KEEPING else "direct"
         traffic = _traffic(form.like) if self.traffic is None else self.traffic
@@ -71,10 +71,10 @@ class CostModel:
         return torch.cuda.mem_get_info(device)[1] // 16 if device.type == "cuda" else 2**28
 
     @staticmethod
-    def kept_bytes_of(form: Products, examples: int | None = None) -> int:
-        """How much memory the gradients of so many examples take: its own, if not said."""
+    def kept_bytes_of(form: Products) -> int:
+        """How much memory the gradients of all examples take."""
         itemsize = form.like.dtype.itemsize if is_native(form.like) else max(4, form.like.dtype.itemsize)
-        return itemsize * (form.examples if examples is None else examples) * form.size
+        return itemsize * form.examples * form.size
 
 
 def _traffic(x: Tensor) -> float:

@@ -142,14 +142,14 @@ def _joined(name: str, found: list[Part], parameters: Mapping[str, Tensor]) -> l
     return [Part(form) for form in join([part.form for part in plain[name]])]
 
 
-def prepare(
-    parts: Parts, costs: CostModel, stretches: Mapping[str, int] | None = None, *, like: int | None = None
-) -> None:
+def prepare(parts: Parts, costs: CostModel, stretches: Mapping[str, int] | None = None) -> None:
     """Choose how each sum of outer products is dealt with; gradients to be kept are formed here, once.
 
-    ``stretches`` of parameters whose gradients are let go before others' are formed each have the memory to themselves.
-    To compare with a step of more examples, choose as it does for all that are ``like`` these; nothing is kept then,
-    but formed in the same way whenever it is needed.
+    Args:
+        parts: The contributions to every parameter; changed in place.
+        costs: The cost model that chooses.
+        stretches: The memory phase of each parameter, one for all by default. Each memory phase gets the whole budget:
+            its gradients are freed before the next phase starts.
     """
     available: dict[int, int] = {}
     for name, found in parts.items():
@@ -159,10 +159,10 @@ def prepare(
         stretch = 0 if stretches is None else stretches[name]
         if stretch not in available:
             available[stretch] = costs.budget(part.form.like.device)
-        part.method = costs.choose(part.form, available[stretch], like)
+        part.method = costs.choose(part.form, available[stretch])
         if part.method == "kept":
-            available[stretch] -= costs.kept_bytes_of(part.form, like)
-            part.form = part.form.kept() if like is None else part.form
+            available[stretch] -= costs.kept_bytes_of(part.form)
+            part.form = part.form.kept()
 
 
 def squared_norms(found: Sequence[Part]) -> Squares:

@@ -47,7 +47,7 @@ class Provable(Protocol):
         self,
         evaluate: Evaluate,
         batch: Any,
-        count: int,
+        batch_size: int,
         *,
         keep_values: bool = ...,
         observe: Callable[[int, Tensor], None] | None = ...,
@@ -56,7 +56,7 @@ class Provable(Protocol):
         """Run the evaluation with every use of a parameter captured."""
         ...
 
-    def collect(self, run: Any, plan: Plan, keep: Tensor, evaluate: Evaluate, batch: Any) -> Parts:
+    def collect(self, run: Any, plan: Plan, is_counted: Tensor, evaluate: Evaluate, batch: Any) -> Parts:
         """What the sites contribute to every parameter."""
         ...
 
@@ -104,11 +104,11 @@ class Prover:
             lambda factors: enlarged(engine.model, factors),
         )
         unseen, reached = checks.unseen_parameters(run.losses, run.capture.sites, engine.parameters)
-        plan = prove(run.capture, unseen, reached, self._batch, run.count, self._rerun, modes)
+        plan = prove(run.capture, unseen, reached, self._batch, run.batch_size, self._rerun, modes)
         fingerprint = self._require_totals(plan, modes, again=not unseen)
         if run.capture.routes or fingerprint != run.capture.fingerprint:
             require_owners(Repetition(run.capture, run.losses, random=False), plan)
-        if run.count > 1 and any(map(is_rough, run.capture.sites)):
+        if run.batch_size > 1 and any(map(is_rough, run.capture.sites)):
             self._require_separation_in_float32(plan, modes)
         return plan
 
@@ -135,11 +135,11 @@ class Prover:
         engine, run = self._engine, self._run
         with modes.perturbed():
             with run.random_state.replayed():
-                again = engine.record(self._evaluate, batch, run.count)
+                again = engine.record(self._evaluate, batch, run.batch_size)
             if [site.parameters for site in again.capture.sites] != [site.parameters for site in run.capture.sites]:
                 raise Refusal("the model uses other parameters there")
             expected = plain_gradients(again.losses, engine.parameters)
-            everyone = torch.ones(run.count, dtype=torch.bool, device=again.losses.device)
+            everyone = torch.ones(run.batch_size, dtype=torch.bool, device=again.losses.device)
             parts = engine.collect(again, plan, everyone, self._evaluate, batch)
             require_totals(parts, expected, again.capture.sites, engine.parameters)
         return again.capture.fingerprint
@@ -150,8 +150,8 @@ class Prover:
 
     def _require_separation_in_float32(self, plan: Plan, modes: Modes) -> None:
         """What 16 bits cannot tell; left out where the model runs in these only, or does not fit in others."""
-        few = min(self._run.count, FEW)
-        part = self._cast(batches.select(self._batch, slice(few), self._run.count), torch.float32)
+        few = min(self._run.batch_size, FEW)
+        part = self._cast(batches.select(self._batch, slice(few), self._run.batch_size), torch.float32)
         try:
             with self._engine.in_precision(torch.float32):
                 require_separation_in_float32(self._rerun, part, few, plan, modes)
