@@ -15,9 +15,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from qclip._validate import Refusal
-from qclip.engine.capture import faults
+from qclip.engine.capture.faults import CORRECTED
 from qclip.engine.capture.invocation import Invocation, opened
-from qclip.engine.capture.routing import moved_dimensions
+from qclip.engine.capture.routing import ROUTING, moved_dimensions
 from qclip.engine.capture.substitutes import Substitutes
 from qclip.engine.gradients import rules
 from qclip.engine.gradients.layouts import relative
@@ -126,11 +126,13 @@ class Capture(TorchFunctionMode):
     def _run(self, call: Invocation) -> tuple[Any, list[Tensor]]:
         """Run a call; return its result, and the tensors whose gradients a site needs."""
         if self._substitutes is None:
-            result = faults.right(call.function)(*call.args, **call.kwargs)
-            return result, tensors(result)
-        result = self._substitutes.run(call.function, call.args, call.kwargs)
-        results = tensors(result)
-        return result, [self._substitutes.whole(x) for x in results] if call.function is F.linear else results
+            result = CORRECTED.get(call.function, call.function)(*call.args, **call.kwargs)
+        else:
+            result = self._substitutes.run(call.function, call.args, call.kwargs)
+        results = [result] if isinstance(result, Tensor) else tensors(result)
+        if self._substitutes is not None and call.function is F.linear:
+            results = [self._substitutes.whole(x) for x in results]
+        return result, results
 
     # Classify
 
@@ -241,7 +243,7 @@ class Capture(TorchFunctionMode):
         # Of floats only whether they are zero: a term that is switched on makes another kind of pass.
         others = tuple(bool(x) if isinstance(x, float) else x for x in call.scalars if isinstance(x, (float, str)))
         self.fingerprint = hash((self.fingerprint, call.function, shapes, integers, others))
-        self.routes = self.routes or self._moves_examples(call)
+        self.routes = self.routes or (call.function in ROUTING and self._moves_examples(call))
 
 
 def _outputs(call: Invocation, results: Sequence[Tensor]) -> tuple[Output, ...]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qclip.engine.capture import faults
+from qclip.engine.capture.faults import CORRECTED
 from qclip.engine.capture.invocation import opened
 from qclip.engine.gradients.rules.linear import is_ragged, widened_linear
 from qclip.engine.kernels import DTYPES
@@ -93,7 +93,7 @@ class Substitutes(TorchFunctionMode):
         losses = self._cross_entropy(function, args, kwargs) if function in _LOSSES else None
         if losses is not None:
             return losses
-        result = faults.right(function)(*args, **kwargs)
+        result = CORRECTED.get(function, function)(*args, **kwargs)
         if args and isinstance(args[0], Tensor) and isinstance(result, Tensor):
             self._follow(function, args, kwargs, result)
         return result
