@@ -589,6 +589,14 @@ def test_kernels_compile_for_any_number_of_examples(compiler, count, positions):
     compiler(gram._pairs, lefts="*fp32", rights="*fp32", found="*fp32", count=count, T=positions, ROWS=2, COLUMNS=8)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_kernels_compile_with_and_without_smoothing(compiler, smoothing):
+    pointers = {"scores": "*bf16", "target": "*i64", "sums": "*fp32"}
+    sizes = {"C": 50257, "ROW": 50264, "IGNORED": IGNORED, "SMOOTHING": smoothing, "BLOCK": BLOCK}
+    compiler(cross_entropy._losses, **pointers, losses="*fp32", **sizes)
+    compiler(cross_entropy._gradients, **pointers, upstream="*fp32", grads="*bf16", WIDTH=50264, **sizes)
+
+
 def test_a_class_that_there_is_not_stops_the_program(compiler, monkeypatch):
     """As launched, the kernel holds the check; the interpreter leaves it out."""
     launches = []
@@ -601,7 +609,7 @@ def test_a_class_that_there_is_not_stops_the_program(compiler, monkeypatch):
     monkeypatch.setattr(cross_entropy, "_losses", Launch())
     cross_entropy.launch(torch.ones(2, 5), torch.tensor([0, 5]), IGNORED)
     pointers = {"scores": "*bf16", "target": "*i64", "losses": "*fp32", "sums": "*fp32"}
-    found = compiler(kernel, **pointers, C=5, ROW=5, IGNORED=IGNORED, BLOCK=16, options=launches[0])
+    found = compiler(kernel, **pointers, C=5, ROW=5, IGNORED=IGNORED, SMOOTHING=0.0, BLOCK=16, options=launches[0])
     assert "a target is no class" in found.asm["ttir"]
 
 
@@ -611,9 +619,11 @@ def test_operators_keep_the_rules_of_operators(dtype):
     torch.library.opcheck(gram.squares_and_sizes, sides)
     torch.library.opcheck(gram.pair_sums, (normal(3, 6, 6, dtype=dtype), normal(3, 6, 6, dtype=dtype)))
     scores, target = scores_and_targets(4, 13, dtype, width=16)
-    torch.library.opcheck(cross_entropy.cross_entropy, (scores, target, IGNORED))
-    upstream, sums = cross_entropy.cross_entropy(scores, target, IGNORED)
-    torch.library.opcheck(cross_entropy.cross_entropy_gradients, (scores, target, upstream, sums, IGNORED, 16))
+    options = IGNORED, 0.1, 13
+    upstream, sums = cross_entropy.cross_entropy(scores, target, *options)
+    torch.library.opcheck(cross_entropy.cross_entropy_gradients, (scores, target, upstream, sums, *options))
+    torch.library.opcheck(cross_entropy.cross_entropy, (scores, target, *options))
+    torch.library.opcheck(cross_entropy.cross_entropy, (scores.requires_grad_(), target, *options))
     for positions in (3, 300):
         grads, inputs = normal(2, positions, 4, dtype=dtype), normal(2, positions, 4, dtype=torch.float32)
         torch.library.opcheck(layer_norm.sums_in_parts, (grads, inputs, inputs[..., 0], inputs[..., 1]))
@@ -627,7 +637,7 @@ def test_operators_keep_the_rules_of_operators(dtype):
 
 def test_gradients_of_transposed_scores_are_contiguous():
     scores, target = scores_and_targets(4, 13, torch.float64)
-    arguments = scores.mT.contiguous().mT, target, scores[:, 0], scores[:, :2].mT, IGNORED, 13
+    arguments = scores.mT.contiguous().mT, target, scores[:, 0], scores[:, :2].mT, IGNORED
     torch.library.opcheck(cross_entropy.cross_entropy_gradients, arguments)
 
 
@@ -665,7 +675,7 @@ def test_operators_behind_rewrites_and_rules_are_one_node():
 
     def entropy(scores, target):
         losses, sums = cross_entropy.cross_entropy(scores, target, IGNORED)
-        return losses, cross_entropy.cross_entropy_gradients(scores, target, losses, sums, IGNORED, 16)
+        return losses, cross_entropy.cross_entropy_gradients(scores, target, losses, sums, IGNORED)
 
     assert traced_names(entropy, scores, target) == ["qclip::cross_entropy", "qclip::cross_entropy_gradients"]
     grams = normal(3, 6, 6, dtype=torch.float32)
@@ -695,7 +705,7 @@ def test_the_twins_remain_without_triton():
         assert pair_sums(torch.ones(1, 3, 3), torch.ones(1, 3, 3)).sum(1).tolist() == [[9], [3]]
         losses, sums = cross_entropy(torch.zeros(1, 1), torch.tensor([0]), -100)
         assert losses.item() == sums.sum().item() == 0
-        grads = cross_entropy_gradients(torch.zeros(1, 1), torch.tensor([0]), torch.ones(1), sums, -100, 3)
+        grads = cross_entropy_gradients(torch.zeros(1, 3), torch.tensor([0]), torch.ones(1), sums, -100, 0.0, 1)
         assert grads.tolist() == [[0, 0, 0]]
         numbers = torch.tensor([[[1.0, 3.0]]])
         assert layer_norm_sums(numbers, numbers, 0.0)[0].tolist() == [[-1, 3]]

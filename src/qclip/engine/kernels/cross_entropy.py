@@ -93,6 +93,7 @@ def _(
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     scores, target, *ctx.options = inputs
+    ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(scores, target, output[1])
 
 
