@@ -84,8 +84,8 @@ class Substitutes(TorchFunctionMode):
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function, or its substitute."""
-        if any(isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in args):
-            return function(*args, **kwargs)  # inside vmap, which the kernels do not support
+        if any(_is_wrapped(x) for x in (*args, *kwargs.values())):
+            return function(*args, **kwargs)
         if function is F.linear and is_ragged(*args, **kwargs) and _is_trained(*args[1:], *kwargs.values()):
             result, wide = widened_linear(*args, **kwargs)
             self._remember(result, _Origin(wide, (), is_log=False))
@@ -161,6 +161,11 @@ class Substitutes(TorchFunctionMode):
             self._origins[id(x)] = origin._replace(path=(*origin.path, *added))
 
 
+def _is_wrapped(x: Any) -> bool:
+    """Return whether a tensor is inside vmap or another transform of torch.func, which the kernels do not support."""
+    return isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def _is_trained(*arguments: Any) -> bool:
     return any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
 
@@ -168,14 +173,9 @@ def _is_trained(*arguments: Any) -> bool:
 def _is_supported(scores: Tensor, target: Tensor, options: dict[str, Any]) -> bool:
     """Return whether the kernels define this loss: classes as targets, unweighted, in a precision that they read."""
     unweighted = options["weight"] is None and options["size_average"] is None and options["reduce"] is None
+    classes = not target.is_floating_point() and target.device == scores.device
     shape = (*scores.shape[:1], *scores.shape[2:])
-    return (
-        unweighted
-        and scores.dim() > 1
-        and scores.dtype in DTYPES
-        and target.shape == shape
-        and not (target.is_floating_point())
-    )
+    return unweighted and classes and scores.dim() > 1 and scores.dtype in DTYPES and target.shape == shape
 
 
 def _moved(
