@@ -41,7 +41,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Row:
+class Timing:
     """One measurement."""
 
     what: str
@@ -71,14 +71,14 @@ def main(options: Options) -> None:
 def _measure(options: Options):  # noqa: ANN202
     _bare(100)
     bare = _timed(lambda: _bare(options.bare_steps)) / options.bare_steps * options.steps
-    yield Row("bare step", "numpy", options.bare_steps, bare * options.bare_steps / options.steps, bare, 1.0)
+    yield Timing("bare step", "numpy", options.bare_steps, bare * options.bare_steps / options.steps, bare, 1.0)
     for what in _settings():
         loops: tuple[tuple[Loop, int], ...] = (("numpy", options.numpy_steps), ("compiled", options.steps))
         for loop, steps in loops:
             _run(what, steps=10, loop=loop)  # caches of quadrature nodes, and the compiled code
             taken = _timed(partial(_run, what, steps=steps, loop=loop))
             full = taken / steps * options.steps
-            yield Row(what, loop, steps, taken, full, full / bare)
+            yield Timing(what, loop, steps, taken, full, full / bare)
 
 
 def _bare(steps: int) -> None:
@@ -148,7 +148,7 @@ def _processor() -> str:
     return models[0] if models else platform.machine()
 
 
-def _print(options: Options, facts: dict, rows: list[Row]) -> None:
+def _print(options: Options, facts: dict, rows: list[Timing]) -> None:
     console = Console()
     table = Table(title=f"{options.steps:,} steps of {SEEDS} seeds in {DIM} dimensions")
     for heading in ("run", "loop"):

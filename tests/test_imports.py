@@ -1,4 +1,4 @@
-"""What the light modules import: never torch or matplotlib, whether or not these are installed."""
+"""What the light modules import (never torch or matplotlib), and what works without the command line's packages."""
 
 import subprocess
 import sys
@@ -42,3 +42,39 @@ def test_imports_stay_light(module, needed, others):
     asked = asked_for_by(module)
     assert needed in asked
     assert asked.isdisjoint({"torch", "matplotlib"} | others)
+
+
+WITHOUT_COMMAND_LINE = """
+import sys
+sys.modules.update(rich=None, tyro=None)
+"""
+
+ONE_STEP = """
+import torch
+import qclip
+model = torch.nn.Linear(3, 1)
+data = torch.utils.data.TensorDataset(torch.randn(32, 3), torch.randn(32, 1))
+training = qclip.make_private(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=torch.nn.MSELoss(),
+    batch_size=16, steps=2, noise_multiplier=1.0, delta=1e-3,
+)
+for batch in training.loader:
+    training.step(*batch)
+print(len(training.history))
+"""
+
+
+def run_without_command_line(code):
+    command = [sys.executable, "-c", WITHOUT_COMMAND_LINE + code]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+def test_training_does_not_need_the_packages_of_the_command_line():
+    done = run_without_command_line(ONE_STEP)
+    assert (done.returncode, done.stdout.strip()) == (0, "2"), done.stderr
+
+
+def test_the_command_says_in_one_sentence_what_to_install():
+    done = run_without_command_line("from qclip.apps.cli import main; sys.exit(main(['train']))")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: tyro is not installed; pip install 'qclip[cli]'"]

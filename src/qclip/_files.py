@@ -9,9 +9,13 @@ from typing import IO
 
 @contextmanager
 def replacing(path: Path, *, secret: bool = False) -> Iterator[IO[bytes]]:
-    """A file to write that takes the place of ``path`` at the end, on the disk; after an error the old one stays.
+    """Open a draft that takes the place of ``path`` when the block ends, and is on the disk by then.
 
-    ``secret``: only its owner may read it.
+    After an error the draft is removed and the old file stays.
+
+    Args:
+        path: The file to replace.
+        secret: Whether only its owner may read the file.
     """
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if secret else 0o666)
@@ -24,3 +28,9 @@ def replacing(path: Path, *, secret: bool = False) -> Iterator[IO[bytes]]:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path``, whole or not at all."""
+    with replacing(path) as file:
+        file.write(text.encode())

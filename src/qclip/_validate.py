@@ -1,7 +1,11 @@
-"""Argument checks with one vocabulary of errors: each names the argument, its value, the bound and the remedy."""
+"""Argument checks. Each error names the argument, its value, the bound and the remedy.
+
+Where the template of `refuse` would bend the sentence, raise `Refusal` with a sentence of its own.
+"""
 
 import math
 import operator
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,20 +14,36 @@ from numpy.typing import ArrayLike, NDArray
 
 SMALLEST_NORM = 1e-12
 Floats = NDArray[Any]
-"""An array of floats (numpy's stubs lose the dtype in most operations, so it is not spelled out)."""
+"""An array of floats. Numpy's stubs lose the dtype in most operations, so it is not spelled out."""
 
 
 class Refusal(ValueError):
-    """What qclip raises when it refuses something; the message says what to do instead."""
+    """Raised for arguments, models and data that qclip refuses; the message says what to do instead."""
 
 
 def refuse(name: str, value: object, bound: str, remedy: str) -> Refusal:
-    """Return the error of a failed check: ``raise refuse("p", 1.2, "in (0, 1)", "pass a fraction")``."""
+    """Return the error of a failed check, to be raised by the caller.
+
+    >>> refuse("p", 1.2, "in (0, 1)", "pass a fraction")
+    Refusal('p = 1.2 must be in (0, 1); pass a fraction')
+
+    Args:
+        name: Name of the argument.
+        value: Its value.
+        bound: The condition it fails, to follow "must be".
+        remedy: What to do instead.
+    """
     return Refusal(f"{name} = {value!r} must be {bound}; {remedy}")
 
 
+def renamed(old: str, value: Any, new: str) -> Any:
+    """Return the value of an argument that was given by its old name, and warn that the name will go."""
+    warnings.warn(f"{old}= is now called {new}=; the old name goes with version 1.0", FutureWarning, stacklevel=3)
+    return value
+
+
 def real(name: str, value: object, remedy: str = "pass a finite number") -> float:
-    """A finite float."""
+    """Return ``value`` as a finite float, or refuse it."""
     try:
         number = float("text" if isinstance(value, str) else value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -34,7 +54,7 @@ def real(name: str, value: object, remedy: str = "pass a finite number") -> floa
 
 
 def positive(name: str, value: object, remedy: str = "pass a number above 0") -> float:
-    """A finite float above 0."""
+    """Return ``value`` as a finite float above 0, or refuse it."""
     number = real(name, value, remedy)
     if number <= 0:
         raise refuse(name, value, "> 0", remedy)
@@ -42,16 +62,16 @@ def positive(name: str, value: object, remedy: str = "pass a number above 0") ->
 
 
 def norm(name: str, value: object, remedy: str = "pass a number above 0") -> float:
-    """A norm to clip at: a finite float well above where squares of float32 numbers are lost."""
+    """Return ``value`` as a clip norm, or refuse it: a finite float whose square float32 can represent."""
     number = positive(name, value, remedy)
     if number < SMALLEST_NORM:
-        remedy = "smaller norms are lost in float32, whose squares end at 1e-38; multiply the loss by a constant"
+        remedy = "smaller norms are lost in float32, where their squares underflow; multiply the loss by a constant"
         raise refuse(name, value, f">= {SMALLEST_NORM:g}", remedy)
     return number
 
 
 def nonnegative(name: str, value: object, remedy: str = "pass 0 or more") -> float:
-    """A finite float, 0 or more."""
+    """Return ``value`` as a finite float of at least 0, or refuse it."""
     number = real(name, value, remedy)
     if number < 0:
         raise refuse(name, value, ">= 0", remedy)
@@ -59,7 +79,7 @@ def nonnegative(name: str, value: object, remedy: str = "pass 0 or more") -> flo
 
 
 def between(name: str, value: object, low: float, high: float, remedy: str, *, closed: str = "") -> float:
-    """A float strictly inside (low, high); ``closed`` may hold "low", "high" or "both" to admit the ends."""
+    """Return ``value`` as a float in (low, high), or refuse it; ``closed`` ("low", "high", "both") admits the ends."""
     number = real(name, value, remedy)
     low_closed, high_closed = closed in ("low", "both"), closed in ("high", "both")
     above = number >= low if low_closed else number > low
@@ -71,12 +91,12 @@ def between(name: str, value: object, low: float, high: float, remedy: str, *, c
 
 
 def quantile(name: str, value: object) -> float:
-    """A quantile level, strictly between 0 and 1."""
+    """Return ``value`` as a quantile level in (0, 1), or refuse it."""
     return between(name, value, 0, 1, "it is the fraction of examples left unclipped, such as 0.5")
 
 
 def count(name: str, value: object, remedy: str = "pass a whole number of at least 1", *, least: int = 1) -> int:
-    """A whole number of at least ``least``; a float is accepted when it is whole."""
+    """Return ``value`` as a whole number of at least ``least``, or refuse it; a float is accepted when it is whole."""
     try:
         number = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -87,7 +107,7 @@ def count(name: str, value: object, remedy: str = "pass a whole number of at lea
 
 
 def choice(name: str, value: str, options: Iterable[str]) -> str:
-    """One of the named options."""
+    """Return ``value`` if it is one of the options, or refuse it."""
     options = tuple(options)
     if value not in options:
         raise refuse(name, value, f"one of {', '.join(map(repr, options))}", "check the spelling")
@@ -97,9 +117,16 @@ def choice(name: str, value: str, options: Iterable[str]) -> str:
 def sequence(
     name: str, values: ArrayLike, *, low: float, high: float, remedy: str, whole: bool = False, closed: bool = False
 ) -> Floats:
-    """A scalar or one-dimensional sequence, as an array of at least one value strictly inside (low, high).
+    """Return a scalar or a non-empty 1-D sequence as a float64 array, or refuse it.
 
-    ``closed`` admits ``low``; ``whole`` asks for whole numbers.
+    Args:
+        name: Name of the argument.
+        values: A number, or one number per entry.
+        low: Every value must be above ``low``.
+        high: Every value must be below ``high``.
+        remedy: What to do instead.
+        whole: Whether the values must be whole numbers.
+        closed: Whether ``low`` itself is admitted.
     """
     try:
         array = np.atleast_1d(np.asarray(values, dtype=np.float64))

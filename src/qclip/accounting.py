@@ -1,13 +1,12 @@
-"""Epsilon of Poisson-sampled Gaussian steps, and the noise that meets a target: Google's dp-accounting, asked safely.
+"""Epsilon of Poisson-sampled Gaussian steps, and the noise that meets a target. Built on Google's dp-accounting.
 
-Adjacency is add/remove one example, while all others are sampled as before: every step samples each example with
+Adjacency is add/remove one example, while all others are sampled as before. Every step samples each example with
 probability ``sample_rate`` and releases one sum with Gaussian noise of ``noise_multiplier`` times its sensitivity.
-Instead of ``sample_rate`` and ``steps`` every function takes what people have in hand: ``examples`` and ``batch_size``,
-and ``epochs``.
 
-``accountant`` is "pld" (privacy loss distributions, tight) or "rdp" (Renyi divergences, looser and quicker). Neither
-reports less than is spent: "pld" leaves room in delta for the rounding of its Fourier transforms, 2e-15 for each step,
-and takes the bound by Renyi divergences where that is smaller, as it is for a delta of that size.
+Instead of ``sample_rate``, every function takes ``examples`` and ``batch_size``; instead of ``steps``, ``epochs``.
+
+Guarantee: neither accountant reports less than is spent. "pld" keeps a rounding margin in delta for its Fourier
+transforms, 2e-15 for each step, and takes the Renyi bound where that is smaller, as it is for a delta of that size.
 """
 
 import math
@@ -25,12 +24,12 @@ from qclip import _validate as check
 Accountant = Literal["pld", "rdp"]
 _ACCOUNTANTS: dict[str, Any] = {"pld": pld.PLDAccountant, "rdp": rdp.RdpAccountant}
 _INTERVAL: Final = 1e-4
-"""How far apart the privacy losses are that a distribution is kept at; what lies between is rounded up."""
+"""Discretization interval of privacy loss distributions; losses are rounded up to the grid."""
 _ROUNDING: Final = 2e-15
-"""How much of delta a step more may lose to the rounding of Fourier transforms. Seen were 0.5e-16 against the closed
-form of Gaussians and 2.4e-16 for sampled ones against 80-bit numbers, up to a million steps."""
+"""Rounding margin in delta for each step, for the Fourier transforms. The largest errors measured were 0.5e-16 against
+the closed form of Gaussians and 2.4e-16 for sampled Gaussians against 80-bit floats, up to a million steps."""
 _CLOSE: Final = 1.0005
-"""How close to the least noise a search ends, as a factor."""
+"""A search for the least noise ends within this factor of it."""
 
 
 def epsilon(
@@ -44,14 +43,30 @@ def epsilon(
     epochs: float | None = None,
     accountant: Accountant = "pld",
 ) -> float:
-    """The epsilon spent by the steps, never below the true one.
-
-    0 steps cost 0; a noise multiplier of 0 costs infinity.
+    """Return the epsilon that the steps spend at this delta.
 
     >>> round(epsilon(noise_multiplier=1, sample_rate=0.01, steps=1000, delta=1e-5), 3)
     1.828
     >>> round(epsilon(noise_multiplier=1, examples=50_000, batch_size=500, epochs=10, delta=1e-5), 3)
     1.828
+
+    Args:
+        noise_multiplier: Standard deviation of the noise on the sum, relative to its sensitivity; 0 means no noise.
+        delta: Delta of the guarantee, in (0, 1).
+        sample_rate: Probability with which a step draws each example.
+        steps: Number of optimizer steps.
+        examples: Size of the data set; with ``batch_size``, instead of ``sample_rate``.
+        batch_size: Expected batch size; with ``examples``, instead of ``sample_rate``.
+        epochs: Length in epochs of 1 / sample_rate steps, rounded up; instead of ``steps``.
+        accountant: "pld" (privacy loss distributions, tight) or "rdp" (Renyi divergences, looser and quicker).
+
+    Guarantees and edge cases:
+        - The value is never below the true epsilon.
+        - 0 steps cost 0.
+        - A noise multiplier of 0 costs infinity.
+
+    Raises:
+        Refusal: An argument is out of bounds, or the sampling rate or the length is given twice or not at all.
     """
     z = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
     rate, steps = sampling(sample_rate, steps, examples, batch_size, epochs)
@@ -74,10 +89,28 @@ def delta(
     epochs: float | None = None,
     accountant: Accountant = "pld",
 ) -> float:
-    """The delta at which the steps spend this epsilon.
+    """Return the delta at which the steps spend this epsilon.
 
     >>> f"{delta(noise_multiplier=1, epsilon=2, sample_rate=0.01, steps=1000):.1e}"
     '2.7e-06'
+
+    Args:
+        noise_multiplier: Standard deviation of the noise on the sum, relative to its sensitivity; 0 means no noise.
+        epsilon: Epsilon of the guarantee, the privacy budget.
+        sample_rate: Probability with which a step draws each example.
+        steps: Number of optimizer steps.
+        examples: Size of the data set; with ``batch_size``, instead of ``sample_rate``.
+        batch_size: Expected batch size; with ``examples``, instead of ``sample_rate``.
+        epochs: Length in epochs of 1 / sample_rate steps, rounded up; instead of ``steps``.
+        accountant: "pld" (privacy loss distributions, tight) or "rdp" (Renyi divergences, looser and quicker).
+
+    Guarantees and edge cases:
+        - The value is never below the true delta.
+        - 0 steps cost 0.
+        - A noise multiplier of 0 costs 1.
+
+    Raises:
+        Refusal: An argument is out of bounds, or the sampling rate or the length is given twice or not at all.
     """
     z = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
     target = check.nonnegative("epsilon", epsilon, "it is the privacy budget; 1 to 10 is usual")
@@ -86,10 +119,10 @@ def delta(
         return 0.0
     if z == 0:
         return 1.0
-    found = float(_composed(z, rate, steps, accountant).get_delta(target))
+    tight = float(_composed(z, rate, steps, accountant).get_delta(target))
     if accountant == "rdp":
-        return found
-    return min(found + _ROUNDING * steps, float(_composed(z, rate, steps, "rdp").get_delta(target)))
+        return tight
+    return min(tight + _ROUNDING * steps, float(_composed(z, rate, steps, "rdp").get_delta(target)))
 
 
 def steps(
@@ -103,10 +136,23 @@ def steps(
     accountant: Accountant = "pld",
     most: int = 10**7,
 ) -> int:
-    """The largest number of steps (at most ``most``) that spends no more than epsilon; 0 if one is too many already.
+    """Return the largest number of steps that spends no more than epsilon; 0 where a single step spends more.
 
     >>> steps(noise_multiplier=1, epsilon=2, delta=1e-5, sample_rate=0.01) > 1000
     True
+
+    Args:
+        noise_multiplier: Standard deviation of the noise on the sum, relative to its sensitivity; 0 means no noise.
+        epsilon: Epsilon of the guarantee, the privacy budget.
+        delta: Delta of the guarantee, in (0, 1).
+        sample_rate: Probability with which a step draws each example.
+        examples: Size of the data set; with ``batch_size``, instead of ``sample_rate``.
+        batch_size: Expected batch size; with ``examples``, instead of ``sample_rate``.
+        accountant: "pld" (privacy loss distributions, tight) or "rdp" (Renyi divergences, looser and quicker).
+        most: Upper end of the search.
+
+    Raises:
+        Refusal: An argument is out of bounds, or the sampling rate is given twice or not at all.
     """
     target = check.positive("epsilon", epsilon, "it is the privacy budget; 1 to 10 is usual")
     rate, _ = sampling(sample_rate, 1, examples, batch_size, None)
@@ -135,18 +181,35 @@ def noise_multiplier(
     epochs: float | None = None,
     accountant: Accountant = "pld",
 ) -> float:
-    """A noise multiplier whose epsilon is at most the target, and at most 0.1 % larger than needed.
+    """Return a noise multiplier that meets the budget, at most 0.1 % above the least one.
 
     >>> z = noise_multiplier(epsilon=2, delta=1e-5, sample_rate=0.01, steps=1000)
     >>> 0.9 < z < 1
     True
+
+    Args:
+        epsilon: Epsilon of the guarantee, the privacy budget.
+        delta: Delta of the guarantee, in (0, 1).
+        sample_rate: Probability with which a step draws each example.
+        steps: Number of optimizer steps.
+        examples: Size of the data set; with ``batch_size``, instead of ``sample_rate``.
+        batch_size: Expected batch size; with ``examples``, instead of ``sample_rate``.
+        epochs: Length in epochs of 1 / sample_rate steps, rounded up; instead of ``steps``.
+        accountant: "pld" (privacy loss distributions, tight) or "rdp" (Renyi divergences, looser and quicker).
+
+    Guarantees and edge cases:
+        - `epsilon` of the result is at most the target.
+        - 0 steps need no noise.
+
+    Raises:
+        Refusal: An argument is out of bounds, or no noise meets the budget.
     """
     target = check.positive("epsilon", epsilon, "it is the privacy budget; 1 to 10 is usual")
     rate, count = sampling(sample_rate, steps, examples, batch_size, epochs)
     return 0.0 if count == 0 else _calibrated(target, _delta(delta), rate, count, accountant)
 
 
-@cache  # it takes a second or more, and runs are planned again when they are resumed or compared
+@cache  # a search takes a second or more, and runs are planned again when they are resumed or compared
 def _calibrated(target: float, delta: float, rate: float, steps: int, accountant: Accountant) -> float:
     @cache
     def spent(z: float, interval: float = _INTERVAL) -> float:
@@ -155,7 +218,7 @@ def _calibrated(target: float, delta: float, rate: float, steps: int, accountant
     def roughly(z: float) -> float:
         return spent(z, 10 * _INTERVAL) if accountant == "pld" else spent(z)
 
-    # A coarse grid is asked in a tenth of the time and says a little too much: how much, the fine one says.
+    # A coarse grid takes a tenth of the time and overestimates epsilon a little; the fine grid tells by how much.
     guess = _least(roughly, target, _central_limit_guess(target, delta, rate, steps), 1.1, close=1.01)
     excess = roughly(guess) / spent(guess) if spent(guess) else 1.0
     guess = _least(roughly, target * excess, guess, 1.01, close=1.0001)
@@ -163,14 +226,22 @@ def _calibrated(target: float, delta: float, rate: float, steps: int, accountant
 
 
 class EpsilonCurve:
-    """Epsilon against the number of steps, for progress and records: on a grid, each point asked once, rounded up.
-
-    The value at n steps is that of the next grid point at or after n, so it is never below the epsilon of n steps, and
-    the same at the last step. `epsilon` is the exact answer.
+    """Epsilon as a function of the number of steps, for progress bars and records: computed on a grid, rounded up.
 
     >>> curve = EpsilonCurve(noise_multiplier=1, sample_rate=0.01, num_steps=1000, delta=1e-5)
     >>> curve(0), round(curve(1000), 3), curve(990) == curve(1000)
     (0.0, 1.828, True)
+
+    The value at n steps is that of the next grid point at or after n, so it is never below the epsilon of n steps, and
+    equal to it at the last step. `epsilon` gives the exact value anywhere.
+
+    Args:
+        noise_multiplier: Standard deviation of the noise on the sum, relative to its sensitivity.
+        sample_rate: Probability with which a step draws each example.
+        num_steps: Planned number of steps, the last grid point.
+        delta: Delta of the guarantee.
+        accountant: "pld" or "rdp".
+        points: Number of grid points.
     """
 
     def __init__(
@@ -188,7 +259,7 @@ class EpsilonCurve:
         self._grid = sorted({max(1, math.ceil(value)) for value in grid} | {num_steps})
 
     def __call__(self, steps: int) -> float:
-        """The epsilon of this many steps, or a little more."""
+        """Return the epsilon of this many steps, or a little more."""
         if steps == 0:
             return 0.0
         place = self._grid[min(bisect_left(self._grid, steps), len(self._grid) - 1)]
@@ -196,7 +267,7 @@ class EpsilonCurve:
 
 
 def spending(z: float, sample_rate: float, delta: float, accountant: Accountant = "pld") -> Callable[[int], float]:
-    """Epsilon as a function of the number of steps, each asked once; never below the accountant's own answer."""
+    """Return epsilon as a function of the number of steps, cached; it is never below the accountant's own value."""
     check.choice("accountant", accountant, _ACCOUNTANTS)
 
     @cache
@@ -205,9 +276,9 @@ def spending(z: float, sample_rate: float, delta: float, accountant: Accountant 
             return math.inf
         if accountant == "rdp":
             return _spent(z, sample_rate, steps, delta, accountant)
-        # Most of a query's time is the first step, which is the same for all.
+        # The distribution of one step takes most of the time, and is the same for all.
         composed = _one_step(z, sample_rate).self_compose(steps)
-        exact = _with_room(composed.get_epsilon_for_delta, z, sample_rate, steps, delta)
+        exact = _with_margin(composed.get_epsilon_for_delta, z, sample_rate, steps, delta)
         return exact * (1 + 1e-9)  # composed in another order than the accountant's
 
     return spent
@@ -221,14 +292,22 @@ class Split(NamedTuple):
 
 
 def split(noise_multiplier: float, share: float = 0.01) -> Split:
-    """Share one Gaussian release between the gradient and the counts: `merge` of the two is the noise multiplier again.
-
-    The gradient's noise grows by ``share`` to pay for the counts. K counts of sensitivity s together have sensitivity
-    ``sqrt(K) s``, which the counts' multiplier is to be multiplied by. Rounding goes to the safe side.
+    """Split one Gaussian release between the gradient and the counts.
 
     >>> gradient, counts = split(2.0)
     >>> round(gradient, 2), round(counts, 2)
     (2.02, 14.25)
+
+    Args:
+        noise_multiplier: Noise multiplier of the whole release.
+        share: Growth of the gradient's noise that pays for the counts: 0.01 is 1 %, 0 leaves nothing for counts.
+
+    Returns:
+        The two noise multipliers. That of the counts is relative to their joint sensitivity: K counts of sensitivity s
+        have sensitivity ``sqrt(K) s`` together.
+
+    Guarantees:
+        - `merge` of the two is at least ``noise_multiplier``: rounding goes to the safe side.
     """
     z = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
     share = check.nonnegative("share", share, "0.01 lets the gradient's noise grow by 1 %; 0 leaves nothing for counts")
@@ -242,9 +321,10 @@ def split(noise_multiplier: float, share: float = 0.01) -> Split:
 
 
 def merge(*noise_multipliers: float) -> float:
-    """The noise multiplier of one Gaussian release that is exactly as private as these together.
+    """Return the noise multiplier of one Gaussian release that is exactly as private as these together.
 
-    ``z^-2`` is the sum of theirs. Merge *before* sampling is accounted for: sampling each by itself under-reports.
+    Its ``z^-2`` is the sum of theirs. Merge *before* accounting for the sampling: accounting for each release by
+    itself under-reports.
 
     >>> round(merge(3.0, 4.0), 9)
     2.4
@@ -255,9 +335,9 @@ def merge(*noise_multipliers: float) -> float:
 
 
 def _least(spent: Callable[[float], float], target: float, guess: float, factor: float, close: float = _CLOSE) -> float:
-    """A noise multiplier that spends no more than the target, ``close`` to the least.
+    """Return a noise multiplier that spends no more than the target, within the factor ``close`` of the least.
 
-    The first step away from the guess is by this factor.
+    The search leaves the guess by ``factor`` at first.
     """
     low, high = _bracket(spent, target, guess, factor)
     while high > low * close:
@@ -267,24 +347,25 @@ def _least(spent: Callable[[float], float], target: float, guess: float, factor:
 
 
 def _bracket(spent: Callable[[float], float], target: float, guess: float, factor: float) -> tuple[float, float]:
-    """Two noise multipliers, the first spending more than the target and the second no more."""
+    """Return two noise multipliers, the first spending more than the target and the second no more."""
     low = high = guess
     if spent(guess) > target:
         while spent(high) > target:
             low, high, factor = high, high * factor, factor**2
             if high > 1e9 * guess:
-                remedy = "raise epsilon or delta, or take fewer steps"
-                raise check.refuse("epsilon", target, "large enough to be met by some noise", remedy)
+                raise check.Refusal(
+                    f"epsilon = {target!r} cannot be met by any noise; raise epsilon or delta, or take fewer steps"
+                )
     else:
         while spent(low) <= target:
             high, low, factor = low, low / factor, factor**2
             if low < 1e-6:
-                return high, high  # a budget so large that almost no noise meets it
+                return high, high  # the budget is so large that almost no noise is needed
     return low, high
 
 
 def _central_limit_guess(target: float, delta: float, sample_rate: float, steps: int) -> float:
-    """Where to start the search: many steps are close to one Gaussian release with this ratio of shift to noise."""
+    """Return a start for the search: many steps are close to one Gaussian release with this ratio of shift to noise."""
     tail = math.sqrt(2 * math.log(1 / delta))
     shift = math.sqrt(2 * target + tail**2) - tail  # solves shift^2/2 + shift tail = target
     return 1 / math.sqrt(math.log1p((shift / sample_rate) ** 2 / steps))
@@ -297,22 +378,27 @@ def sampling(
     batch_size: float | None,
     epochs: float | None,
 ) -> tuple[float, int]:
-    """The sampling rate and the number of steps, from whichever form they were given in."""
-    if (sample_rate is None) == (examples is None and batch_size is None):
-        remedy = "give the rate, or examples= and batch_size="
-        given = (sample_rate, examples, batch_size)
-        raise check.refuse("sample_rate, examples, batch_size", given, "the first, or the other two", remedy)
+    """Return the sampling rate and the number of steps, from whichever form they were given in.
+
+    Raises:
+        Refusal: One of the two is missing or given twice, or a value is out of bounds.
+    """
+    given = tuple(value is not None for value in (sample_rate, examples, batch_size))
+    if given not in ((True, False, False), (False, True, True)):
+        raise check.Refusal(
+            f"sample_rate = {sample_rate!r}, examples = {examples!r} and batch_size = {batch_size!r} do not give one "
+            "sampling rate; pass sample_rate alone, or examples and batch_size together"
+        )
     if sample_rate is None:
-        if examples is None or batch_size is None:
-            given = (examples, batch_size)
-            raise check.refuse("examples, batch_size", given, "given together", "their ratio is the sampling rate")
         examples = check.count("examples", examples, "it is the size of the dataset")
         remedy = "it is the expected number of examples of a step"
         batch_size = check.between("batch_size", batch_size, 0, examples, remedy, closed="high")
         sample_rate = batch_size / examples
     rate = check.between("sample_rate", sample_rate, 0, 1, "it is batch size / dataset size", closed="high")
     if (steps is None) == (epochs is None):
-        raise check.refuse("steps, epochs", (steps, epochs), "one given and one left out", "say how long in one way")
+        raise check.Refusal(
+            f"steps = {steps!r} and epochs = {epochs!r} do not give one length; pass exactly one of them"
+        )
     if steps is None:
         length = check.nonnegative("epochs", epochs, "an epoch is 1 / sample rate steps, rounded up")
         return rate, math.ceil(length * steps_per_epoch(rate))
@@ -320,7 +406,7 @@ def sampling(
 
 
 def steps_per_epoch(sample_rate: float) -> int:
-    """The steps in which each example is drawn once on average, rounded up.
+    """Return the number of steps in which each example is drawn once on average, rounded up.
 
     >>> steps_per_epoch(0.1), steps_per_epoch(2048 / 60_000)
     (10, 30)
@@ -335,20 +421,20 @@ def _delta(delta: float) -> float:
 def _spent(
     z: float, sample_rate: float, steps: int, delta: float, accountant: Accountant, interval: float = _INTERVAL
 ) -> float:
-    ask = _composed(z, sample_rate, steps, accountant, interval).get_epsilon
-    return float(ask(delta)) if accountant == "rdp" else _with_room(ask, z, sample_rate, steps, delta)
+    at = _composed(z, sample_rate, steps, accountant, interval).get_epsilon
+    return float(at(delta)) if accountant == "rdp" else _with_margin(at, z, sample_rate, steps, delta)
 
 
-def _with_room(tight: Callable[[float], float], z: float, sample_rate: float, steps: int, delta: float) -> float:
-    """The epsilon that privacy loss distributions give for delta less what rounding may have lost of it."""
-    room = _ROUNDING * steps
-    found = float(tight(delta - room)) if delta > room else math.inf
-    if delta > 1000 * room:
-        return found
-    return min(found, float(_composed(z, sample_rate, steps, "rdp").get_epsilon(delta)))
+def _with_margin(tight: Callable[[float], float], z: float, sample_rate: float, steps: int, delta: float) -> float:
+    """Return epsilon at delta less the rounding margin, or the Renyi bound where that is smaller."""
+    margin = _ROUNDING * steps
+    epsilon = float(tight(delta - margin)) if delta > margin else math.inf
+    if delta > 1000 * margin:
+        return epsilon
+    return min(epsilon, float(_composed(z, sample_rate, steps, "rdp").get_epsilon(delta)))
 
 
-@lru_cache(maxsize=32)  # of a search, and what is asked of its result
+@lru_cache(maxsize=32)  # a search, and queries about its result
 def _composed(
     z: float, sample_rate: float, steps: int, accountant: Accountant, interval: float = _INTERVAL
 ) -> dp_accounting.PrivacyAccountant:

@@ -155,7 +155,7 @@ def test_nothing_is_remembered_outside_the_state(threshold):
 @each(PRIVATE)
 @given(seed=seeds)
 def test_a_private_threshold_does_not_look_at_raw_norms(threshold, seed):
-    assert threshold.sees == "nothing"
+    assert threshold.raw_access == "none"
     rng = np.random.default_rng(seed)
     state = after(threshold, 2, 2, rng)
     found = answer(threshold, state, 2, rng)
@@ -169,7 +169,7 @@ def test_a_private_threshold_does_not_look_at_raw_norms(threshold, seed):
 
 @each(RAW)
 def test_one_that_looks_at_raw_norms_says_so(threshold):
-    assert threshold.sees in {"part", "batch", "dataset"}
+    assert threshold.raw_access in {"physical_batch", "batch", "dataset"}
     norms = np.random.default_rng(0).lognormal(size=(50, 2))
     start = threshold.start(2)
     assert threshold.clip_norms(start, 0, 7 * norms) == pytest.approx(

@@ -45,7 +45,7 @@ def windows(case, examples=4, each=1):
 def by_autograd(form):
     """Example by example."""
     g, found = form.geometry, []
-    pairs = zip(form.images.chunk(form.examples), form.grads.chunk(form.examples), strict=True)
+    pairs = zip(form.images.chunk(form.batch_size), form.grads.chunk(form.batch_size), strict=True)
     for images, grads in pairs:
         weight = torch.zeros(form.shape, dtype=images.dtype, requires_grad=True)
         outputs = F.conv2d(images, weight, None, g.strides, g.pads, g.dilations, g.groups)
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_autograd(case, each):
 
 @cases
 def test_which_way(case):
-    assert windows(case)._cuts_out() == case[-1]
+    assert windows(case)._unfolding_is_faster() == case[-1]
 
 
 @cases
@@ -81,7 +81,7 @@ def test_windows_are_cut_out_a_few_examples_at_a_time(case, monkeypatch):
         return columns(images, kernel, geometry)
 
     monkeypatch.setattr(convolutions, "columns", counted)
-    monkeypatch.setattr(convolutions, "WINDOWS_BYTES", 4 * 2 * form.spelled_out)
+    monkeypatch.setattr(convolutions, "WINDOWS_BYTES", 4 * 2 * form.dims.unfolded)
     torch.testing.assert_close(form.dense(), expected)
     assert seen == ([2, 2, 2, 1] if case[-1] else [])
 

@@ -15,8 +15,9 @@ from engine.cases.case import squared
 from engine.compare import assert_same
 from qclip.engine import CostModel, Dense, Engine, Outer, clipped_gradients, explain, oracle
 from qclip.engine.gradients import convolutions
+from qclip.engine.gradients.clipping import squared_norms, weighted_sum
 from qclip.engine.gradients.convolutions import Geometry, Windows
-from qclip.engine.gradients.parts import Part, prepare, squared_norms, weighted_sum
+from qclip.engine.gradients.parts import Part, prepare
 
 METHODS = ("gram", "direct", "kept")
 
@@ -60,9 +61,9 @@ def test_cutting_out_windows_counts():
     geometry = Geometry((1, 1), (0, 0), (1, 1), 1)
     images, grads = torch.zeros(1).expand(4, 64, 6, 10), torch.zeros(1).expand(4, 32, 4, 8)
     conv = Windows(images, grads, 4, torch.Size((32, 64, 3, 3)), geometry)
-    linear = outer(4, conv.positions, *conv.sides)
+    linear = outer(4, conv.dims.positions, *conv.dims.sides)
     model = CostModel(traffic=40, overhead=1.3)
-    assert conv.spelled_out > linear.spelled_out == 0
+    assert conv.dims.unfolded > linear.dims.unfolded == 0
     assert model.choose(linear, 0) == "gram"
     assert model.choose(conv, 0) == "direct"
 
@@ -195,7 +196,7 @@ def test_each_stretch_has_the_memory_to_itself():
         return [part.method == "kept" for (part,) in found.values()]
 
     assert kept() == [True, False, False, False]
-    assert kept(stretches={"a": 0, "b": 1, "c": 1, "d": 2}) == [True, True, False, True]
+    assert kept(memory_phases={"a": 0, "b": 1, "c": 1, "d": 2}) == [True, True, False, True]
 
 
 def test_gradients_that_are_not_kept_can_be_formed_when_needed():

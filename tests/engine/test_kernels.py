@@ -130,7 +130,7 @@ def test_gram_kernel_takes_any_strides(interpreter, dtype):
 def check_gram_tilings():
     left, right = normal(2, 70, 50, dtype=torch.float16), normal(2, 70, 40, dtype=torch.float16)
     for positions in (16, 32, 64, 128):
-        check_gram(left, right, gram.Tiling(positions, 32, 4, 2))
+        check_gram(left, right, gram.GramTiling(positions, 32, 4, 2))
 
 
 def test_gram_kernel_is_its_twin_in_every_tiling(interpreter):
@@ -149,7 +149,7 @@ def check_pairs(positions):
     lefts, rights = left @ left.mT, (right @ right.mT).mT.contiguous().mT  # columns contiguous: copied
     lefts[1, 0, 0] = -1  # as rounding can make it of a short row: no root is taken
     found = gram.launch_pairs(lefts, rights)
-    assert found.shape == (2, gram.PARTS, 3)
+    assert found.shape == (2, gram.ROW_BLOCKS, 3)
     for one, other in zip(found.sum(1), gram.pair_sums_twin(lefts, rights), strict=True):
         assert_close(one, other, 1e-6)
 
@@ -222,7 +222,7 @@ def test_windows_kernel_is_its_twin(interpreter, geometry, dtype, layout):
 )
 def test_windows_kernel_is_its_twin_in_every_tiling(interpreter, cut):
     case = (2, 5, 8, 7), 20, (3, 3), (1, 1), (1, 1), (1, 1)
-    interpreter(check_windows, torch.float16, torch.channels_last, windows.Tiling(*cut, 4, 2), *case)
+    interpreter(check_windows, torch.float16, torch.channels_last, windows.WindowTiling(*cut, 4, 2), *case)
 
 
 def check_windows_of_views():
@@ -287,7 +287,7 @@ def test_windows_twin_is_the_gradient_of_the_convolution(shape, side, kernel, st
 @pytest.mark.parametrize("numbers", [1, 1200, 2**24])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_windows_twins_a_few_examples_at_a_time(dtype, numbers, monkeypatch):
-    monkeypatch.setattr(windows, "TWIN_NUMBERS", numbers)  # one example at a time, three of five, or all
+    monkeypatch.setattr(windows, "TWIN_ELEMENTS", numbers)  # one example at a time, three of five, or all
     case = (5, 3, 6, 7), 4, (3, 2), (2, 1), (1, 0), (1, 2)
     images, grads = images_and_grads(*case, dtype=dtype)
     steps = {1: 1, 1200: 3, 2**24: 5}[numbers]
@@ -470,7 +470,7 @@ def norm_inputs(shape, grad_dtype, dtype):
 
 def check_norm_sums(grads, inputs, means, scales):
     found = layer_norm.launch(grads, inputs, means, scales)
-    assert found.shape == (2, len(grads), layer_norm.parts(grads), grads.shape[2])
+    assert found.shape == (2, len(grads), layer_norm.num_blocks(grads), grads.shape[2])
     for one, other in zip(found.sum(2), layer_norm.twin(grads, inputs, means, scales), strict=True):
         assert_close(one, other, 2e-6)
 
@@ -545,7 +545,7 @@ def test_layer_norm_sums_add_up_their_parts(centred, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(layer_norm, "takes", taken)
             launched.append(arguments)
-            return layer_norm.sums_in_parts(*arguments).flip(2)  # which part holds what is of no account
+            return layer_norm.sums_by_block(*arguments).flip(2)  # which part holds what is of no account
 
     monkeypatch.setattr(layer_norm, "takes", lambda *tensors: True)
     monkeypatch.setattr(layer_norm, "launch", launch)
@@ -583,10 +583,10 @@ def compiler(tmp_path, monkeypatch):
 @pytest.mark.parametrize("positions", [1, 5])
 def test_kernels_compile_for_any_number_of_examples(compiler, count, positions):
     """Triton takes a 1 for a constant, which has no methods."""
-    numbers = dict.fromkeys(("means", "scales", "found"), "*fp32")
+    numbers = dict.fromkeys(("means", "scales", "sums"), "*fp32")
     sizes = {"positions": positions, "N": 40, "ROWS": 16, "COLUMNS": 16}
     compiler(layer_norm._sums, grads="*bf16", inputs="*fp32", **numbers, **sizes)
-    compiler(gram._pairs, lefts="*fp32", rights="*fp32", found="*fp32", count=count, T=positions, ROWS=2, COLUMNS=8)
+    compiler(gram._pairs, lefts="*fp32", rights="*fp32", sums="*fp32", batch_size=count, T=positions, ROWS=2, COLUMNS=8)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -610,7 +610,7 @@ def test_a_class_that_there_is_not_stops_the_program(compiler, monkeypatch):
     cross_entropy.launch(torch.ones(2, 5), torch.tensor([0, 5]), IGNORED)
     pointers = {"scores": "*bf16", "target": "*i64", "losses": "*fp32", "sums": "*fp32"}
     found = compiler(kernel, **pointers, C=5, ROW=5, IGNORED=IGNORED, SMOOTHING=0.0, BLOCK=16, options=launches[0])
-    assert "a target is no class" in found.asm["ttir"]
+    assert "a target is out of range" in found.asm["ttir"]
 
 
 @pytest.mark.parametrize("dtype", every(4, [*DTYPES, torch.float64]))
@@ -626,7 +626,7 @@ def test_operators_keep_the_rules_of_operators(dtype):
     torch.library.opcheck(cross_entropy.cross_entropy, (scores.requires_grad_(), target, *options))
     for positions in (3, 300):
         grads, inputs = normal(2, positions, 4, dtype=dtype), normal(2, positions, 4, dtype=torch.float32)
-        torch.library.opcheck(layer_norm.sums_in_parts, (grads, inputs, inputs[..., 0], inputs[..., 1]))
+        torch.library.opcheck(layer_norm.sums_by_block, (grads, inputs, inputs[..., 0], inputs[..., 1]))
     case = (2, 3, 6, 7), 4, (3, 2), (2, 1), (1, 0), (1, 2)
     for layout in LAYOUTS:
         both = images_and_grads(*case, dtype=dtype, layout=layout)
@@ -681,7 +681,7 @@ def test_operators_behind_rewrites_and_rules_are_one_node():
     grams = normal(3, 6, 6, dtype=torch.float32)
     assert traced_names(gram.pair_sums, grams, grams) == ["qclip::pair_sums"]
     grads, inputs, means, scales = norm_inputs((2, 300, 6), torch.bfloat16, torch.float32)
-    assert traced_names(layer_norm.sums_in_parts, grads, inputs, means, scales) == ["qclip::layer_norm_sums"]
+    assert traced_names(layer_norm.sums_by_block, grads, inputs, means, scales) == ["qclip::layer_norm_sums"]
 
 
 @pytest.mark.slow
@@ -693,7 +693,7 @@ def test_the_twins_remain_without_triton():
         from qclip.engine import kernels
         from qclip.engine.kernels.cross_entropy import cross_entropy, cross_entropy_gradients
         from qclip.engine.kernels.gram import gram_squares, pair_sums
-        from qclip.engine.kernels.layer_norm import layer_norm_sums, sums_in_parts
+        from qclip.engine.kernels.layer_norm import layer_norm_sums, sums_by_block
         from qclip.engine.kernels.windows import window_gradients, window_squares, window_sums
         assert not kernels.installed()
         assert gram_squares(torch.ones(1, 2, 3), torch.ones(1, 2, 5))[0].item() == 60
@@ -710,6 +710,6 @@ def test_the_twins_remain_without_triton():
         numbers = torch.tensor([[[1.0, 3.0]]])
         assert layer_norm_sums(numbers, numbers, 0.0)[0].tolist() == [[-1, 3]]
         one = torch.ones(1, 1)
-        assert sums_in_parts(numbers, numbers, one, one).tolist() == [[[[0, 6]]], [[[1, 3]]]]
+        assert sums_by_block(numbers, numbers, one, one).tolist() == [[[[0, 6]]], [[[1, 3]]]]
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)

@@ -12,9 +12,10 @@ from torch import nn
 from engine.cases import squared
 from engine.driven import Pair, as_traced
 from qclip.engine.gradients import clipping
-from qclip.engine.gradients.forms import Dense, Outer, lengths, square_sums
+from qclip.engine.gradients.forms import Dense, Outer
 from qclip.engine.gradients.parts import Part
 from qclip.engine.groups import Groups
+from qclip.engine.kernels.products import lengths, square_sums
 from qclip.thresholds.threshold import Slack
 
 NEAR = (0.3, 1 - 1e-6, 1 - 1e-7, 1.0, 1 + 1e-7, 1 + 5e-7)

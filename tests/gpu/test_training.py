@@ -10,13 +10,12 @@ from torch.utils.data import Subset, TensorDataset
 
 pytest.importorskip("scipy")
 pytest.importorskip("dp_accounting")
-pytest.importorskip("rich")
 
 from engine.driven import as_traced
 from gpu.device import DEVICE, ON_GPU, cuda_only
 from qclip.thresholds import Constant, PrivateQuantile
 from qclip.training.data_fingerprint import DataFingerprint
-from qclip.training.noise_source import NoiseSource
+from qclip.training.noise import NoiseSource
 from training.test_compile import (
     assert_same_run,
     dataset,

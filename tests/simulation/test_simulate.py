@@ -361,7 +361,7 @@ def test_logistic_runs_approach_the_minimum(sampling):
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        ({"p": 0.5, "tau": 1.0}, "p, tau"),
+        ({"p": 0.5, "tau": 1.0}, "p"),
         ({"noise_multiplier": 1.0}, "noise_multiplier"),
         ({"noise_multiplier": -1.0, "p": 0.5}, "noise_multiplier"),
         ({"p": 1.0}, "p"),
@@ -399,7 +399,7 @@ def test_a_huge_threshold_at_a_zero_gradient_clips_nothing():
 
 def test_a_run_that_diverges_is_refused_in_words():
     for loop in ("numpy", "compiled"):
-        with pytest.raises(ValueError, match=r"x = 'not finite in .* must be finite; lower the step size"):
+        with pytest.raises(ValueError, match=r"x diverged in .* is not finite; lower the step size"):
             simulate(NOISY_QUADRATIC, step_size=25.0, p=0.5, steps=400, x0=[1.0], seeds=2, loop=loop)
 
 

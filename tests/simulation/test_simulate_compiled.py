@@ -10,7 +10,7 @@ pytest.importorskip("numba")
 
 from qclip import simulate as module
 from qclip.schedules import coupled
-from qclip.simulation._compiled import TABLE_TOLERANCE, QuantileTable, _pareto_quantile, _read
+from qclip.simulation._numba_loop import TABLE_TOLERANCE, QuantileTable, _pareto_quantile, _read
 from qclip.simulation.problems import (
     AdditiveNoise,
     Bernoulli,
@@ -133,7 +133,7 @@ def test_auto_runs_where_the_table_is_refused():
 def test_the_compiled_loop_is_refused_for_other_problems():
     problem = Logistic.generate(10, 2, np.random.default_rng(0))
     with pytest.raises(
-        ValueError, match=r"^loop = 'compiled' must be 'numpy': the compiled loop does not know Logistic.*auto"
+        ValueError, match=r"^loop = 'compiled' cannot run: the compiled loop does not know Logistic.*auto"
     ):
         simulate(problem, step_size=0.1, steps=1, x0=np.zeros(2), loop="compiled")
 

@@ -71,7 +71,7 @@ def test_a_quantile_of_the_whole_data_is_covered():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"normalize": True}, "normalize = True must be False, .* fixed before the run"),
+        ({"rescale_to_unit_norm": True}, "rescale_to_unit_norm = True must be False, .* fixed before the run"),
         ({"step_size": lambda t: 0.05}, "step_size = .*lambda.* must be a number or a schedule of qclip.schedules"),
         ({"threshold": GeometricQuantile(lambda t: 0.9, initial=3.0)}, "p = .*lambda.* must be a number or a schedule"),
         (

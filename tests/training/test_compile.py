@@ -134,7 +134,7 @@ def test_the_run_is_the_same(name, groups, traced, steps):
 
 @pytest.mark.parametrize("door", [fused, inside])
 def test_both_doors(door, traced, steps):
-    assert_same_run(*both(door, normalize=True, step_size=lambda step: 0.1 / (1 + step)))
+    assert_same_run(*both(door, rescale_to_unit_norm=True, step_size=lambda step: 0.1 / (1 + step)))
     assert steps
 
 

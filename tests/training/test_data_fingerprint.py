@@ -11,9 +11,10 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from qclip.training import checkpoint, data_fingerprint
+from qclip.engine.randomness import RandomState
+from qclip.training import data_fingerprint
 from qclip.training.data_fingerprint import SAMPLE, DataFingerprint
-from qclip.training.dataset_parts import parts
+from qclip.training.dataset import parts
 from qclip.training.rows import Repeated
 
 SEED = np.random.SeedSequence(5)
@@ -155,10 +156,10 @@ class Augmented(TensorDataset):
 def test_random_transforms_by_global_generators_come_again_and_leave_them_alone():
     x, y = tensors()
     torch.manual_seed(1)
-    states = checkpoint.random_states()
+    states = RandomState.now().state_dict()
     before = digests(Augmented(x, y))
     assert set(before) == {"rows", "items"}
-    assert same(checkpoint.random_states(), states)
+    assert same(RandomState.now().state_dict(), states)
     torch.manual_seed(2)
     assert digests(Augmented(x, y)) == before
     assert digests(Augmented(x + 1, y))["items"] != before["items"]
@@ -188,9 +189,9 @@ class InWorkers(Items):
 
 
 def test_what_cannot_be_fetched_here_is_left_out():
-    states = checkpoint.random_states()
+    states = RandomState.now().state_dict()
     assert digests(InWorkers([0, 1])) == {}
-    assert same(checkpoint.random_states(), states)
+    assert same(RandomState.now().state_dict(), states)
 
 
 def test_tensors_without_plain_bytes_are_left_to_the_items():

@@ -320,8 +320,8 @@ class Peeking(Constant):
     """Says of itself that it looks at raw norms."""
 
     @property
-    def sees(self):
-        return "part"
+    def raw_access(self):
+        return "physical_batch"
 
 
 def test_a_threshold_that_is_not_private_costs_everything():
@@ -334,8 +334,8 @@ def test_a_threshold_that_is_not_private_costs_everything():
 
 def test_gradient_and_counts_merge_to_the_stated_noise():
     training, _, _ = make(groups="per-layer")
-    assert 1.0 <= accounting.merge(*training._split) <= 1 + 1e-12
-    assert isinstance(training._threshold, Threshold)
+    assert 1.0 <= accounting.merge(*training.noise_multipliers) <= 1 + 1e-12
+    assert isinstance(training.threshold, Threshold)
 
 
 @doors
@@ -506,7 +506,9 @@ def test_a_loss_that_is_not_back_propagated_is_noticed():
     x, y = next(batches)
     training.loss(model(x), y)
     x, y = next(batches)
-    with pytest.raises(ValueError, match=r"part 1 of step 0' must be part 0 of step 0; .*backward\(\) for every batch"):
+    with pytest.raises(
+        ValueError, match=r"batch 1 of step 0' must be physical batch 0 of step 0; .*backward\(\) for every batch"
+    ):
         training.loss(model(x), y)
 
 
@@ -630,7 +632,7 @@ def test_an_error_inside_a_logical_batch_costs_nothing(door):
     training, model, optimizer = make(physical_batch_size=4)
 
     def fail(*_):
-        if len(training.history) == 2 and training._logical is not None and training._logical.parts == 1:
+        if len(training.history) == 2 and training._logical is not None and training._logical.num_batches == 1:
             raise KeyboardInterrupt
 
     handle = model.register_forward_hook(fail)

@@ -150,7 +150,7 @@ def test_normalized_steps_do_not_depend_on_the_scale_of_the_loss(groups):
     for scale in (1.0, 64.0):
         model = linear()
         training, _, _ = make(
-            model, normalize=True, groups=groups, threshold=ExactQuantile(0.5), noise_multiplier=0.5,
+            model, rescale_to_unit_norm=True, groups=groups, threshold=ExactQuantile(0.5), noise_multiplier=0.5,
             loss=lambda outputs, targets, scale=scale: scale * F.cross_entropy(outputs, targets, reduction="none"),
         )  # fmt: skip
         run(training)

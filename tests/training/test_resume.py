@@ -252,7 +252,7 @@ def test_raw_sums_are_not_in_the_state():
     state = run.training.state_dict()
     assert state["history"] == []
     assert set(state) == {
-        "plan", "threshold", "groups", "rows_per_example", "normalize", "schedules",
+        "plan", "threshold", "groups", "rows_per_example", "rescale_to_unit_norm", "schedules",
         "execution", "threshold_state", "history", "departure", "secrets",
     }  # fmt: skip
 

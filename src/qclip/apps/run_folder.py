@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qclip import _validate as check
-from qclip._files import replacing
+from qclip._files import replace_text
 from qclip.apps.run_summary import Summary
 
 Line = dict[str, Any]
@@ -106,11 +106,11 @@ class RunFolder:
         if steps != done:
             remedy = "put back the file that belongs to the checkpoint"
             raise check.refuse("metrics.jsonl", f"with {steps} steps", f"of the checkpoint's {done}", remedy)
-        _replace(self.metrics_file, "".join(_dumps(line) + "\n" for line in kept))
+        replace_text(self.metrics_file, "".join(_dumps(line) + "\n" for line in kept))
 
     def write_summary(self, summary: Summary) -> None:
         """Replace the summary."""
-        _replace(self.summary_file, _dumps(summary.as_json(), indent=1) + "\n")
+        replace_text(self.summary_file, _dumps(summary.as_json(), indent=1) + "\n")
 
     def _lines(self) -> list[Line]:
         """All lines; the last one is left out when it was torn by an interruption."""
@@ -128,11 +128,6 @@ class RunFolder:
             remedy = "put back the file as it was written"
             raise check.refuse(f"{self.metrics_file}, line {number}", text[:40], "a JSON object with a step", remedy)
         return found
-
-
-def _replace(file: Path, text: str) -> None:
-    with replacing(file) as draft:
-        draft.write(text.encode())
 
 
 def _dumps(value: object, *, indent: int | None = None) -> str:

@@ -12,26 +12,25 @@ from torch import Tensor, nn
 
 from qclip._validate import Refusal
 from qclip.engine import batch as batches
-from qclip.engine import tf32
 from qclip.engine.capture import checks, faults
 from qclip.engine.capture.capture import Capture
 from qclip.engine.capture.checks import Evaluate
 from qclip.engine.capture.constants import Snapshot
 from qclip.engine.capture.forward_hooks import Watch, Watched
 from qclip.engine.gradients import clipping, fallback
+from qclip.engine.gradients.clipping import sum_dtype
 from qclip.engine.gradients.costs import CostModel
-from qclip.engine.gradients.forms import Dense, scale_examples
-from qclip.engine.gradients.parts import Part, Parts, accumulator, collect, prepare
+from qclip.engine.gradients.forms import Dense
+from qclip.engine.gradients.parts import Part, Parts, collect, prepare
 from qclip.engine.gradients.plan import Plan, signature
 from qclip.engine.groups import ClipNorm, GroupSpec, partition
+from qclip.engine.kernels.products import scale_examples
 from qclip.engine.proof.precision import in_precision
 from qclip.engine.proof.proof import PROOFS, SAME_WAY, NotSpreading
 from qclip.engine.proof.prover import CALLS_FOR_REFUSAL, Prover, first_line
 from qclip.engine.randomness import RandomState
-from qclip.engine.repeatable import repeatably
 from qclip.engine.result import ClippedGradients
-from qclip.engine.torch_versions import warn_if_untested
-from qclip.engine.uncompiled import uncompiled
+from qclip.engine.torch_settings import deterministically, tf32_anywhere, uncompiled, warn_if_untested
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
@@ -45,6 +44,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 Choice = ClipNorm | Callable[[Tensor], ClipNorm]
 """The clip norm of each group, or a function that chooses them given the norms [B, K] of the counted examples."""
+ValidChoice = tuple[float, ...] | Callable[[Tensor], ClipNorm]
+"""The same, with validated clip norms."""
 Plans = dict[Any, tuple[Plan, int, Snapshot]]
 """By kind of forward pass: its plan, how often the plan was used, and the constants at its proof."""
 _OFTEN = 3
@@ -127,7 +128,7 @@ class Engine:
         Raises:
             Refusal: If the gradients cannot be clipped exactly; the message names the obstacle and a remedy.
         """
-        clip_norms = self._checked(clip_norm)
+        clip_norms = self._validated(clip_norm)
         batch_size = batches.size(batch, mask)
         if batch_size == 0:
             return self._empty(clip_norms)
@@ -212,7 +213,7 @@ class Engine:
         checks.require_unchanged_inputs(run.capture.sites)
         run.losses = loss(outputs, targets)
         batch = ((watched.args, watched.kwargs), targets)
-        return self._finish(run, evaluate, batch, self._checked(clip_norm), mask, kind=loss)
+        return self._finish(run, evaluate, batch, self._validated(clip_norm), mask, kind=loss)
 
     def record(
         self,
@@ -241,7 +242,7 @@ class Engine:
             Refusal: If the evaluation changes a parameter, a buffer, its input or an input of a site.
         """
         run = self._begin(batch, batch_size, keep_values=keep_values, observe=observe, proving=proving)
-        versions = [(x, x._version) for x in batches.tensors(batch)]
+        versions = [(x, x._version) for x in batches.tensor_leaves(batch)]
         with torch.enable_grad(), self.unwatched(), ExitStack() as stack:
             run.enter(stack)
             run.losses = evaluate(batch)
@@ -305,7 +306,14 @@ class Engine:
         return Run(capture, state, RandomState.now(self.device), batch_size)
 
     def _finish(
-        self, run: "Run", evaluate: Evaluate, batch: Any, clip_norms: Choice, mask: Tensor | None, *, kind: Any = None
+        self,
+        run: "Run",
+        evaluate: Evaluate,
+        batch: Any,
+        clip_norms: ValidChoice,
+        mask: Tensor | None,
+        *,
+        kind: Any = None,
     ) -> ClippedGradients:
         """Compute the clipped sum of a captured forward pass."""
         checks.require_losses(run.losses, run.batch_size)
@@ -392,7 +400,7 @@ class Engine:
         prover = Prover(self, run, evaluate, batch)
         buffers = [(x, x.detach().clone()) for _, x in self.model.named_buffers()] if self.data_independent else []
         try:
-            plan = repeatably(self.device, prover.prove)
+            plan = deterministically(self.device, prover.prove)
             self.proven = evaluate, batch
             return plan
         finally:
@@ -420,25 +428,22 @@ class Engine:
                 f"no exact way to clip {plan.why}. Running the model example by example failed too: "
                 f"{first_line(error)}. {remedy}"
             ) from error
-        rough = torch.is_autocast_enabled(self.device.type) or tf32.anywhere(self.device)
+        rough = torch.is_autocast_enabled(self.device.type) or tf32_anywhere(self.device)
         if not fallback.close(again.detach(), run.losses.detach(), rough=rough):
             raise Refusal(
                 f"no exact way to clip {plan.why}. Run example by example the model gives other losses. {remedy}"
             )
         return {name: [Part(Dense(scale_examples(grad, is_counted)))] for name, grad in grads.items()}
 
-    def _checked(self, clip_norm: Choice) -> Choice:
-        """Return one clip norm per group, or the function that chooses them; refuse other values before computing."""
-        return clip_norm if callable(clip_norm) else self.groups.thresholds(clip_norm)
+    def _validated(self, clip_norm: Choice) -> ValidChoice:
+        """Validate clip norms before anything is computed."""
+        return clip_norm if callable(clip_norm) else self.groups.clip_norms(clip_norm)
 
-    def _chosen(self, clip_norms: Choice, norms: Tensor) -> tuple[float, ...]:
-        """Return one clip norm per group, given the norms [B, K] of the counted examples."""
-        if callable(clip_norms):
-            return self.groups.thresholds(clip_norms(norms))
-        assert isinstance(clip_norms, tuple)  # as `_checked` returned them
-        return clip_norms
+    def _chosen(self, clip_norms: ValidChoice, norms: Tensor) -> tuple[float, ...]:
+        """Return one clip norm per group: as validated, or chosen from the norms [B, K] of the counted examples."""
+        return self.groups.clip_norms(clip_norms(norms)) if callable(clip_norms) else clip_norms
 
-    def clip(self, parts: Parts, losses: Tensor, is_counted: Tensor, clip_norms: Choice) -> ClippedGradients:
+    def clip(self, parts: Parts, losses: Tensor, is_counted: Tensor, clip_norms: ValidChoice) -> ClippedGradients:
         """Clip and sum prepared contributions.
 
         Args:
@@ -454,15 +459,15 @@ class Engine:
         norms = clipping.group_norms(parts, bundles, self.groups, self.parameters, is_counted)
         chosen = self._chosen(clip_norms, norms.by_group[is_counted])
         # Where all is finite (one look at one flag), nothing has to be masked out.
-        is_usable = None if bool(norms.usable.all()) else norms.usable
-        limits = torch.tensor(chosen, dtype=norms.by_group.dtype, device=is_counted.device)
-        factors = clipping.clip_factors(norms, limits)
+        is_usable = None if bool(norms.is_usable.all()) else norms.is_usable
+        clip_norms_k = torch.tensor(chosen, dtype=norms.by_group.dtype, device=is_counted.device)
+        factors = clipping.clip_factors(norms, clip_norms_k)
         sums = clipping.clipped_sums(parts, bundles, factors, self.groups, self.parameters, is_usable)
         return ClippedGradients.of(sums, norms.by_group, chosen, losses.detach(), is_counted)
 
-    def _empty(self, clip_norms: Choice) -> ClippedGradients:
+    def _empty(self, clip_norms: ValidChoice) -> ClippedGradients:
         """Return the result for an empty batch: sums of zero."""
-        sums = {name: torch.zeros_like(p, dtype=accumulator(p)) for name, p in self.parameters.items()}
+        sums = {name: torch.zeros_like(p, dtype=sum_dtype(p)) for name, p in self.parameters.items()}
         norms = torch.zeros(0, len(self.groups), device=self.device)
         losses = torch.zeros(0, device=self.device)
         is_counted = torch.zeros(0, dtype=torch.bool, device=self.device)

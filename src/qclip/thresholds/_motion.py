@@ -80,7 +80,7 @@ def gain(std: float, p: float, seen: float = math.inf) -> float:
     return min(MAX_GAIN, best, 0.15 * (min(p, 1 - p) / std) ** 2)
 
 
-class Move(NamedTuple):
+class Correction(NamedTuple):
     """A change of log tau, the velocity to go on with, and whether tau is so far off that averages should restart."""
 
     change: float
@@ -88,7 +88,7 @@ class Move(NamedTuple):
     lost: bool
 
 
-def pursue(velocity: float, error: float, slope: float, std: float, p: float, seen: int) -> Move:
+def pursue(velocity: float, error: float, slope: float, std: float, p: float, seen: int) -> Correction:
     """A damped Newton step on log tau, and a velocity that learns a steady drift.
 
     ``error`` is the estimated unclipped fraction less p, ``std`` its standard deviation, ``slope`` its derivative by
@@ -100,12 +100,12 @@ def pursue(velocity: float, error: float, slope: float, std: float, p: float, se
     wanted = -rate * error / slope
     change = clamp(wanted, -MAX_MOVE, MAX_MOVE)
     if change != wanted:
-        return Move(change + velocity, velocity, lost=True)
+        return Correction(change + velocity, velocity, lost=True)
     # Hardly any norm is within tau, or nearly every one, and noise alone seldom says so.
     lost = abs(error) > 0.75 * (p if error < 0 else 1 - p) > FALSE_ALARM * std
     found = seen * rate >= FOUND
     push = -(rate**2) / 4 * clamp(error / slope, -1.0, 1.0) if found else 0.0
-    return Move(change + velocity, clamp(velocity + push, -MAX_VELOCITY, MAX_VELOCITY), lost)
+    return Correction(change + velocity, clamp(velocity + push, -MAX_VELOCITY, MAX_VELOCITY), lost)
 
 
 def attainable(p: float, noise: float, conditions: Conditions) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.schedules import Schedule
-from qclip.thresholds.threshold import Answer, Conditions, Question, Sight, Threshold, at, check_ahead
+from qclip.thresholds.threshold import Answer, Conditions, Question, RawAccess, Threshold, at, check_ahead
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Constant(Threshold[int]):
         self._tau(0)  # refuses a bad first value before any work is done
 
     @property
-    def sees(self) -> Sight:
+    def raw_access(self) -> RawAccess:
         """It never looks at the data."""
-        return "nothing"
+        return "none"
 
     @property
     def noise_share(self) -> float:

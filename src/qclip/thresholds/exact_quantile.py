@@ -3,12 +3,13 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
+import numpy as np
+
 from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.schedules import Schedule
-from qclip.thresholds._motion import check_range, level
-from qclip.thresholds._raw import raw_quantile, raw_unclipped
-from qclip.thresholds.threshold import Answer, Conditions, Question, Sight, Threshold, check_ahead
+from qclip.thresholds._motion import check_range, clamp, level
+from qclip.thresholds.threshold import Answer, Conditions, Question, RawAccess, Threshold, check_ahead
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class ExactQuantile(Threshold[tuple[float, ...]]):
         check_range(self.initial, self.tau_min, self.tau_max)
 
     @property
-    def sees(self) -> Sight:
+    def raw_access(self) -> RawAccess:
         """Raw norms: of the batch, or of all the data."""
         return self.over
 
@@ -69,3 +70,23 @@ class ExactQuantile(Threshold[tuple[float, ...]]):
     def update(self, state: tuple[float, ...], step: int, answer: Answer) -> tuple[float, ...]:
         """What the step was clipped at: told, or found again from its norms."""
         return tuple(answer.clip_norms) or self.clip_norms(state, step, answer.raw_norms)
+
+
+def raw_quantile(raw_norms: Floats, p: float, tau_min: float, tau_max: float) -> tuple[float, ...]:
+    """The lower p-quantile of each group, ``inf {t : F(t) >= p}``, within the bounds.
+
+    ``raw_norms``: [examples, groups], at least one example. A gradient that is not finite has an infinite norm.
+
+    >>> raw_quantile(np.array([[3.0], [1.0], [np.inf], [2.0]]), 0.5, 1e-6, 1e6)
+    (2.0,)
+    """
+    count = len(raw_norms)
+    index = int(np.searchsorted(np.arange(1, count + 1) / count, p))  # the first k with k / count >= p, rounding apart
+    return tuple(clamp(float(tau), tau_min, tau_max) for tau in np.sort(raw_norms, axis=0)[index])
+
+
+def raw_unclipped(raw_norms: Floats | None, clip_norms: tuple[float, ...]) -> tuple[float, ...]:
+    """The fraction of norms within each group's threshold; empty where there are no norms."""
+    if raw_norms is None or len(raw_norms) == 0:
+        return ()
+    return tuple((np.asarray(raw_norms) <= np.array(clip_norms)).mean(axis=0).tolist())

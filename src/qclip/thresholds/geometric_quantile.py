@@ -6,7 +6,7 @@ from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.schedules import Schedule
 from qclip.thresholds._motion import check_range, level, moved
-from qclip.thresholds.threshold import Answer, Conditions, Count, Question, Sight, Threshold, check_ahead
+from qclip.thresholds.threshold import Answer, Conditions, Count, Question, RawAccess, Threshold, check_ahead
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class GeometricQuantile(Threshold[tuple[float, ...]]):
         check_range(self.initial, self.tau_min, self.tau_max)
 
     @property
-    def sees(self) -> Sight:
+    def raw_access(self) -> RawAccess:
         """Noisy counts only."""
-        return "nothing"
+        return "none"
 
     def check(self, conditions: Conditions) -> None:
         """Refuse a schedule that leaves (0, 1)."""

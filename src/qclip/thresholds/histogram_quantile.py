@@ -13,7 +13,7 @@ from qclip import accounting
 from qclip._validate import Floats
 from qclip.schedules import Schedule
 from qclip.thresholds._motion import NORMAL, attainable, check_range, clamp, gain, level, plausible
-from qclip.thresholds.threshold import Answer, Conditions, Count, Question, Sight, Threshold, check_ahead
+from qclip.thresholds.threshold import Answer, Conditions, Count, Question, RawAccess, Threshold, check_ahead
 
 OUTERMOST = 1e30
 """The last bin ends here: every finite norm is in some bin, so that the fractions add up to 1."""
@@ -71,9 +71,9 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
         check.between("tau_max", self.tau_max, 0, 1e20, f"the histogram ends at {OUTERMOST:g}")
 
     @property
-    def sees(self) -> Sight:
+    def raw_access(self) -> RawAccess:
         """Noisy counts only."""
-        return "nothing"
+        return "none"
 
     def check(self, conditions: Conditions) -> None:
         """Refuse a schedule that leaves (0, 1), and noise that drowns the histogram.

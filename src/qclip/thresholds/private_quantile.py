@@ -19,7 +19,7 @@ from qclip.thresholds._motion import (
     pursue,
     usual_slope,
 )
-from qclip.thresholds.threshold import Answer, Conditions, Count, Question, Sight, Slack, Threshold, check_ahead
+from qclip.thresholds.threshold import Answer, Conditions, Count, Question, RawAccess, Slack, Threshold, check_ahead
 
 RADIUS = 0.75
 """Of the free count, relative to tau: nearer tells more about tau's own fraction, farther is less noisy."""
@@ -100,9 +100,9 @@ class PrivateQuantile(Threshold[tuple[Group, ...]]):
         check_range(self.initial, self.tau_min, self.tau_max)
 
     @property
-    def sees(self) -> Sight:
+    def raw_access(self) -> RawAccess:
         """Noisy counts only."""
-        return "nothing"
+        return "none"
 
     def check(self, conditions: Conditions) -> None:
         """Refuse a schedule that leaves (0, 1), and noise that drowns the count.

@@ -8,8 +8,8 @@ from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.schedules import Schedule
 from qclip.thresholds._motion import check_range, level
-from qclip.thresholds._raw import raw_quantile, raw_unclipped
-from qclip.thresholds.threshold import Answer, Conditions, Grid, Question, Sight, Threshold, check_ahead
+from qclip.thresholds.exact_quantile import raw_quantile, raw_unclipped
+from qclip.thresholds.threshold import Answer, Conditions, Grid, Question, RawAccess, Threshold, check_ahead
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class RollingQuantile(Threshold[Grid]):
         check_range(self.initial, self.tau_min, self.tau_max)
 
     @property
-    def sees(self) -> Sight:
+    def raw_access(self) -> RawAccess:
         """The raw norms of the step's first part, and those of earlier steps."""
-        return "part"
+        return "physical_batch"
 
     @property
     def noise_share(self) -> float:

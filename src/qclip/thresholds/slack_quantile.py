@@ -19,7 +19,7 @@ from qclip.thresholds._motion import (
     pursue,
     usual_slope,
 )
-from qclip.thresholds.threshold import Answer, Conditions, Question, Sight, Slack, Threshold, check_ahead
+from qclip.thresholds.threshold import Answer, Conditions, Question, RawAccess, Slack, Threshold, check_ahead
 
 INNER_RADIUS = 0.8
 MEMORY = 0.03
@@ -69,9 +69,9 @@ class SlackQuantile(Threshold[tuple[Group, ...]]):
         check_range(self.initial, self.tau_min, self.tau_max)
 
     @property
-    def sees(self) -> Sight:
+    def raw_access(self) -> RawAccess:
         """Noisy counts only."""
-        return "nothing"
+        return "none"
 
     @property
     def noise_share(self) -> float:

@@ -15,7 +15,7 @@ from qclip.schedules import Schedule
 S = TypeVar("S")
 Grid = tuple[tuple[float, ...], ...]
 """For each group, a value for each of its radii."""
-Sight = Literal["nothing", "part", "batch", "dataset"]
+RawAccess = Literal["none", "physical_batch", "batch", "dataset"]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Threshold(ABC, Generic[S]):
 
     @property
     @abstractmethod
-    def sees(self) -> Sight:
+    def raw_access(self) -> RawAccess:
         """What raw norms `clip_norms` is given: of the step's first part, its whole batch, the data set; or nothing."""
 
     @property
@@ -176,7 +176,7 @@ class Threshold(ABC, Generic[S]):
     @property
     def private(self) -> bool:
         """Whether tau depends on the data through noisy answers only; if not, the run's epsilon is infinite."""
-        return self.sees == "nothing"
+        return self.raw_access == "none"
 
 
 def at(schedule: Schedule | float, step: int) -> float:

@@ -4,6 +4,7 @@ The engine proves what happens to a batch from the model onward. Before it, a co
 example, standardises by the batch or counts its tokens lets one example change what all the others contribute.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from qclip import _validate as check
 from qclip.engine import Engine, Refusal
@@ -21,8 +23,8 @@ from qclip.engine.proof.precision import in_digits_of
 from qclip.engine.proof.proof import TOLERANCE
 from qclip.engine.proof.prover import CALLS_FOR_REFUSAL, first_line, in_evaluation
 from qclip.engine.randomness import RandomState
-from qclip.engine.repeatable import repeatably
-from qclip.training.fetch import Fetch
+from qclip.engine.torch_settings import deterministically
+from qclip.training.dataset import reads_lists
 
 MOST: Final = 32
 """How many examples are collated again."""
@@ -89,6 +91,43 @@ def _origin(leaf: Any, place: int, given: Any) -> Origin | None:
     return Origin(place, leaf, transposed=True) if turned else None
 
 
+@dataclass(frozen=True)
+class Fetch:
+    """What a DataLoader does with a list of indices, in two steps that can be repeated."""
+
+    dataset: Any
+    collate: Any
+
+    @staticmethod
+    def of(source: Dataset[Any] | DataLoader[Any]) -> "Fetch":
+        """As this data set, or this DataLoader, is read."""
+        if isinstance(source, DataLoader):
+            return Fetch(source.dataset, source.collate_fn)
+        return Fetch(source, default_collate)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether it is known to treat each example by itself: torch's own way, which stacks them."""
+        return self.collate is default_collate and not reads_lists(self.dataset)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        if self.collate is default_collate:
+            return f"{type(self.dataset).__name__}.__getitems__"
+        return getattr(self.collate, "__qualname__", type(self.collate).__name__)
+
+    def items(self, indices: Sequence[int]) -> list[Any]:
+        """What the collate function is given for each of them; of a data set that reads lists, the index."""
+        return list(indices) if reads_lists(self.dataset) else [self.dataset[index] for index in indices]
+
+    def batch(self, items: Sequence[Any]) -> Any:
+        """The items collated; a collate function may write into copies of them."""
+        if reads_lists(self.dataset):
+            return self.collate(self.dataset.__getitems__(list(items)))
+        return self.collate(copy.deepcopy(list(items)))
+
+
 class FetchProof:
     """Proves that an example's loss and gradient do not depend on which others were fetched with it."""
 
@@ -118,7 +157,7 @@ class FetchProof:
             engine.in_precision(torch.float32),
             perturbed(engine.parameters.values()),
         ):
-            repeatably(engine.device, lambda: self._require_independent(list(indices)[:MOST], evaluate))
+            deterministically(engine.device, lambda: self._require_independent(list(indices)[:MOST], evaluate))
 
     def _require_independent(self, indices: list[int], evaluate: "Evaluate") -> None:
         chosen = np.random.default_rng(len(indices)).integers(self._dataset_size, size=len(indices))

@@ -106,7 +106,7 @@ def require_covered(
     parameters: Iterable[Tensor],
     *,
     step_size: StepSize,
-    normalize: bool,
+    rescale_to_unit_norm: bool,
     departure: str | None,
     plan: TrainingPlan,
     examples: int,
@@ -122,10 +122,11 @@ def require_covered(
         bound = f"{examples}, the number of examples, for a certificate"
         remedy = "leave it out: the theorem is about their mean, and the steps follow a multiple of it"
         raise check.refuse("dataset_size", plan.dataset_size, bound, remedy)
-    if normalize:
+    if rescale_to_unit_norm:
         bound = "False, for a certificate: the theorem is about step sizes that are fixed before the run"
-        raise check.refuse("normalize", normalize, bound, "those over the threshold follow from what the run releases")
-    if threshold.sees in ("part", "batch"):
+        remedy = "those over the threshold follow from what the run releases"
+        raise check.refuse("rescale_to_unit_norm", rescale_to_unit_norm, bound, remedy)
+    if threshold.raw_access in ("physical_batch", "batch"):
         bound = "one that is settled before the examples of the step are drawn, for a certificate"
         remedy = 'take ExactQuantile(p, over="dataset"), PrivateQuantile or GeometricQuantile'
         raise check.refuse("threshold", type(threshold).__name__, bound, remedy)

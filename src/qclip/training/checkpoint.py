@@ -1,16 +1,17 @@
-"""Checkpoint files: written whole or not at all, read without executing anything, refused when they do not fit."""
+"""Checkpoints: written whole or not at all, read without executing anything, refused where they do not fit."""
 
 import os
 import pickle
-import random
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from qclip import _validate as check
 from qclip._files import replacing
@@ -55,27 +56,6 @@ def read(path: str | os.PathLike[str], device: torch.device | None = None) -> di
     return content
 
 
-def random_states() -> dict[str, Any]:
-    """The state of every global generator that a model or a data set may draw from."""
-    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - a data set may use it
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-        "python": random.getstate(),
-    }
-
-
-def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Set every global generator to what `random_states` returned."""
-    torch.set_rng_state(states["torch"].cpu())
-    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), *rest))  # noqa: NPY002
-    random.setstate(states["python"])
-
-
 def _plain(name: str, value: Any) -> Any:
     """The value in plain data; what could not be loaded without executing something is refused, by its place."""
     if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
@@ -93,3 +73,73 @@ def _plain(name: str, value: Any) -> Any:
     remedy = "leave it out of what is saved, or turn it into numbers, strings and tensors"
     bound = "plain data: loading a checkpoint executes nothing"
     raise check.refuse(name, f"a {type(value).__module__}.{type(value).__qualname__}", bound, remedy)
+
+
+def require_same_run(
+    state: Mapping[str, Any], identity: Mapping[str, Any], execution: Mapping[str, Any], steps_done: int
+) -> None:
+    """Refuse the state of another run, or one with fewer steps than are done.
+
+    Args:
+        state: What `PrivateTraining.state_dict` returned.
+        identity: What must agree in any case, by name.
+        execution: What decides which random numbers an example gets in the forward pass; must agree where any are
+            drawn.
+        steps_done: The steps of the run that would take the state over.
+    """
+    for part, mine in identity.items():
+        if state.get(part) == mine:
+            continue
+        name, given, value = part, mine, state.get(part)
+        if isinstance(mine, dict) and isinstance(value, dict):
+            key = next(key for key in [*mine, *value] if mine.get(key) != value.get(key))
+            name, given, value = f"{part}[{key!r}]", mine.get(key), value.get(key)
+        remedy = "make the training with the same arguments, or start a new run"
+        raise check.refuse(name, given, f"{value!r}, as in the checkpoint", remedy)
+    for name, value in (state["execution"] or {}).items():
+        if execution[name] != value:
+            remedy = (
+                "give it the same: the model draws random numbers, and with others the steps since the checkpoint "
+                "would be released again with the same noise, which could then be subtracted; or start a new run"
+            )
+            raise check.refuse(name, execution[name], f"{value!r}, as in the checkpoint", remedy)
+    if len(state["history"]) < steps_done:
+        remedy = "make a new training to go back: the steps done since would be forgotten, but not their cost"
+        raise check.refuse("steps of the state", len(state["history"]), f">= {steps_done}, those done", remedy)
+
+
+def require_same_tensors(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Refuse the state of another model before anything is loaded: a model that has taken half of it is no use."""
+    mine = {name: tuple(x.shape) for name, x in model.state_dict().items() if isinstance(x, torch.Tensor)}
+    theirs = {name: tuple(x.shape) for name, x in state.items() if isinstance(x, torch.Tensor)}
+    for name in [*mine, *theirs]:
+        if mine.get(name) != theirs.get(name):
+            remedy = "build the model as it was when the checkpoint was written"
+            raise check.refuse(f"shape of {name}", mine.get(name), f"{theirs.get(name)}, as in the file", remedy)
+
+
+def optimizer_states(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    """Return the state of each optimizer, with the name of its class."""
+    return [{"class": type(optimizer).__name__, "state": optimizer.state_dict()} for optimizer in optimizers]
+
+
+def require_same_optimizers(optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse states of other classes, or of other numbers of parameters in a group."""
+    mine, theirs = ([_shape(named) for named in states] for states in (optimizer_states(optimizers), saved))
+    if mine != theirs:
+        remedy = "make the training with the same optimizers, over the same groups of parameters"
+        raise check.refuse("optimizers", mine, f"{theirs}, as in the file", remedy)
+
+
+def _shape(named: Mapping[str, Any]) -> tuple[str, list[int]]:
+    return named["class"], [len(group["params"]) for group in named["state"]["param_groups"]]
+
+
+def seed_state(seed: np.random.SeedSequence) -> dict[str, Any]:
+    """Return a seed as plain data."""
+    return {"entropy": seed.entropy, "spawn_key": tuple(seed.spawn_key)}
+
+
+def seed_of(state: Mapping[str, Any]) -> np.random.SeedSequence:
+    """Return the seed that `seed_state` has written."""
+    return np.random.SeedSequence(state["entropy"], spawn_key=state["spawn_key"])

@@ -11,9 +11,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from qclip import _validate as check
 from qclip.engine.batch import to_device_async
-from qclip.engine.randomness import seed_all
-from qclip.training import checkpoint
-from qclip.training.dataset_parts import Part, parts
+from qclip.engine.randomness import RandomState, seed_all
+from qclip.training.dataset import Part, parts
 
 SAMPLE = 256
 """How many items are looked at where a data set does not show all of its bytes."""
@@ -92,7 +91,7 @@ def _of_items(dataset: Dataset[Any], key: bytes) -> str | None:
     size = len(dataset)  # type: ignore[arg-type]
     rng = np.random.default_rng(list(key))
     places = np.sort(rng.choice(size, min(size, SAMPLE), replace=False, shuffle=False)).tolist()
-    found, before = hashlib.blake2b(key=key), checkpoint.random_states()
+    found, before = hashlib.blake2b(key=key), RandomState.now()
     _feed(found, size)
     try:
         for place in places:
@@ -103,7 +102,7 @@ def _of_items(dataset: Dataset[Any], key: bytes) -> str | None:
     except Exception:  # a data set may be ready in its workers only; saving must not fail for that
         return None
     finally:
-        checkpoint.restore_random_states(before)
+        before.restore()
     return found.hexdigest()
 
 

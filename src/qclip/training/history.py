@@ -1,8 +1,12 @@
 """The history of a run: a record for each logical step, in public and released values only."""
 
-from collections.abc import Iterator, Sequence
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
+
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,12 @@ class StepRecord:
     """The learning rate of the (first) optimizer's first group, over the threshold where steps are normalized."""
     lost: tuple[str, ...] = ()
     """The groups whose threshold has lost its quantile by then (`qclip.training.lost_threshold`)."""
+
+
+def record_of(row: Mapping[str, Any]) -> StepRecord:
+    """Return the record that a checkpoint holds as plain data."""
+    lost = row.get("lost", ())  # older checkpoints do not say
+    return StepRecord(row["step"], tuple(row["tau"]), tuple(row["noisy_unclipped"]), row["step_size"], tuple(lost))
 
 
 class History(Sequence[StepRecord]):
@@ -68,3 +78,22 @@ class History(Sequence[StepRecord]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (tuple(self._records),)
+
+
+_histories: "weakref.WeakKeyDictionary[nn.Module, list[History]]" = weakref.WeakKeyDictionary()
+
+
+def remember(model: nn.Module, history: History) -> None:
+    """Note a run of this model, for as long as the model exists."""
+    _histories.setdefault(model, []).append(history)
+
+
+def warn_of_earlier(model: nn.Module) -> None:
+    """Say that releases of earlier runs are not in the epsilon of the next one."""
+    steps = sum(map(len, _histories.get(model, [])))
+    if steps:
+        warnings.warn(
+            f"this model has taken {steps} steps in earlier runs: epsilon() counts those of the new run only. "
+            "Where they have seen the same people's data, epsilons and deltas add up",
+            stacklevel=3,
+        )

@@ -1,7 +1,7 @@
-"""From a criterion to one loss per example, where that is exact."""
+"""Losses: from a criterion to one loss per example, where that is exact, and the loss that an ordinary loop gets."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,3 +86,38 @@ def _check_shapes(kind: type, reduction: str, outputs: Tensor, targets: Tensor) 
         )
         bound = "of shape [batch] under a mean, which divides by the number of labels not ignored in the whole batch"
         raise check.refuse("targets", f"labels of shape {tuple(targets.shape)}", bound, remedy)
+
+
+class PrivateLoss:
+    """The loss of a physical batch: `backward` hands its clipped gradients over, instead of writing raw ones."""
+
+    def __init__(self, raw_loss: Tensor, hand_over: Callable[[], None]) -> None:
+        self._raw_loss = raw_loss
+        self._hand_over: Callable[[], None] | None = hand_over
+
+    def backward(self) -> None:
+        """Add the batch to its logical batch; at the last one, write the noisy gradient to ``.grad``."""
+        hand_over, self._hand_over = self._hand_over, None  # the raw gradients go with it
+        if hand_over is None:
+            raise stale_loss()
+        hand_over()
+
+    def item(self) -> float:
+        """The mean loss of the batch: raw, for the screen only."""
+        return self._raw_loss.item()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        # GradScaler.scale takes a tensor or iterates: here is where it can be refused by name.
+        remedy = "train in bfloat16, whose range is that of float32: autocast needs no GradScaler then"
+        raise check.refuse("loss", "scaled by a GradScaler", "back-propagated as it is", remedy)
+
+    def __truediv__(self, number: object) -> "PrivateLoss":
+        # What loops that accumulate gradients do, and Accelerate's backward.
+        remedy = "leave it: physical batches are added up, and divided by the batch size once"
+        raise check.refuse("loss", f"divided by {number!r}", "back-propagated as it is", remedy)
+
+
+def stale_loss() -> check.Refusal:
+    """Return the error of a loss that is back-propagated twice, or too late."""
+    remedy = "call training.loss(...).backward() once for each batch, before the next one"
+    return check.refuse("this loss", "stale", "the latest, not yet back-propagated", remedy)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from qclip.apps.data import load
-from qclip.apps.experiments.rare_class import Row, constant_loss, table, write_table
+from qclip.apps.experiments.rare_class import RareClassRow, constant_loss, table, write_table
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3])
@@ -20,7 +20,7 @@ def test_the_table_has_the_share_that_was_asked_for(tmp_path, share):
 
 def test_a_table_has_a_line_for_each_method():
     rows = [
-        Row(data, method, loss, 0.001, 0.7, 0.98, 3.0)
+        RareClassRow(data, method, loss, 0.001, 0.7, 0.98, 3.0)
         for data, method, loss in [
             ("2%", "guess", 0.1),
             ("2%", "private", 0.09),

@@ -274,7 +274,7 @@ def test_a_certificate_that_cannot_be_had_does_not_cost_the_run(settings, tmp_pa
     summary = run.folder.summary()
     assert summary.finished
     assert summary.certificate is None
-    assert "normalize = True must be False" in summary.certificate_refused
+    assert "rescale_to_unit_norm = True must be False" in summary.certificate_refused
 
 
 def test_parameters_that_are_lost_stop_the_run_and_keep_its_checkpoint(settings, uninterrupted, tmp_path):

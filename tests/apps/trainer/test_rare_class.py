@@ -8,7 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from qclip.apps.cli.train import Train
+from qclip.apps.cli.train import TrainCommand
 from qclip.apps.experiments.rare_class import auc, constant_loss, write_table
 from qclip.apps.run_folder import RunFolder
 from qclip.apps.trainer.interrupt import Interrupt
@@ -79,7 +79,7 @@ def test_its_screen_says_it_on_the_way_and_at_the_end(lost, tmp_path):
     console = Console(file=io.StringIO(), width=500)
     with warnings.catch_warnings():
         warnings.simplefilter("default")  # as outside of pytest
-        assert Train(replace(lost.settings, seed=0), out=tmp_path / "run").run(console) == 0
+        assert TrainCommand(replace(lost.settings, seed=0), out=tmp_path / "run").run(console) == 0
     on_the_way, at_the_end = console.file.getvalue().split("held-out accuracy │", maxsplit=1)
     assert on_the_way.count("warning: the threshold is lost since step") == 1
     assert at_the_end.count("the threshold is lost since step") == 1

@@ -1,7 +1,7 @@
 """Benchmarks: one training step in every mode, its growth, whole loops, and the largest models that fit."""
 
-from qclip.apps.bench.cases import CASES, Case
-from qclip.apps.bench.comparison import Comparison, Row, compare, describe
+from qclip.apps.bench.cases import CASES, BenchCase
+from qclip.apps.bench.comparison import BenchResult, BenchRow, compare, describe
 from qclip.apps.bench.growth import Growth, GrowthRow, measure_growth
 from qclip.apps.bench.large import LARGE_CASES, LargeRow, measure_large
 from qclip.apps.bench.modes import MODES, Mode
@@ -13,14 +13,14 @@ __all__ = [
     "LARGE_CASES",
     "MODES",
     "PRECISIONS",
-    "Case",
-    "Comparison",
+    "BenchCase",
+    "BenchResult",
+    "BenchRow",
     "Growth",
     "GrowthRow",
     "LargeRow",
     "Mode",
     "Precision",
-    "Row",
     "ThroughputRow",
     "compare",
     "describe",

@@ -17,7 +17,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """A model and its batch, of random examples."""
 
     name: str
@@ -46,9 +46,9 @@ class Case:
         return each.unflatten(0, (len(targets), -1)).mean(1)
 
 
-def gpt2(positions: int, batch: int) -> Case:
+def gpt2(positions: int, batch: int) -> BenchCase:
     """The shape of GPT-2 small, with so many positions."""
-    return Case(
+    return BenchCase(
         f"gpt2-{positions}",
         partial(models.gpt2, positions),
         shape=(positions,),
@@ -62,21 +62,21 @@ def gpt2(positions: int, batch: int) -> Case:
 CASES = {
     case.name: case
     for case in (
-        Case("transformer", models.transformer, shape=(64,), classes=1000, batch=32, tokens=True),
-        Case("cnn-28", cnn, shape=(1, 28, 28), classes=10, batch=256),
-        Case("cnn-32", models.convolutions, shape=(3, 32, 32), classes=10, batch=64),
-        Case("mlp", partial(models.mlp, 512), shape=(784,), classes=10, batch=256),
+        BenchCase("transformer", models.transformer, shape=(64,), classes=1000, batch=32, tokens=True),
+        BenchCase("cnn-28", cnn, shape=(1, 28, 28), classes=10, batch=256),
+        BenchCase("cnn-32", models.convolutions, shape=(3, 32, 32), classes=10, batch=64),
+        BenchCase("mlp", partial(models.mlp, 512), shape=(784,), classes=10, batch=256),
         gpt2(128, 32),
         gpt2(512, 16),
         gpt2(1024, 8),
-        Case("vit", models.VisionTransformer, shape=(3, 224, 224), classes=1000, batch=64, device="cuda"),
-        Case("wrn", models.wide_resnet, shape=(3, 32, 32), classes=10, batch=512, device="cuda"),
-        Case("mlp-2048", partial(models.mlp, 2048), shape=(784,), classes=10, batch=4096, device="cuda"),
+        BenchCase("vit", models.VisionTransformer, shape=(3, 224, 224), classes=1000, batch=64, device="cuda"),
+        BenchCase("wrn", models.wide_resnet, shape=(3, 32, 32), classes=10, batch=512, device="cuda"),
+        BenchCase("mlp-2048", partial(models.mlp, 2048), shape=(784,), classes=10, batch=4096, device="cuda"),
     )
 }
 
 
-def chosen(names: Sequence[str], device: torch.device) -> list[Case]:
+def chosen(names: Sequence[str], device: torch.device) -> list[BenchCase]:
     """The cases of these names, or all that are made for this kind of device."""
     for name in names:
         check.choice("case", name, CASES)

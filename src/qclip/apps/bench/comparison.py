@@ -18,19 +18,18 @@ from qclip import _validate as check
 from qclip.apps.bench import cases as all_cases
 from qclip.apps.bench import measure
 from qclip.apps.bench import modes as all_modes
-from qclip.apps.bench.cases import Case
+from qclip.apps.bench.cases import BenchCase
 from qclip.apps.bench.measure import Say, silent
 from qclip.apps.bench.modes import BASELINES, Mode
 from qclip.apps.bench.precision import Precision, precision_named
-from qclip.apps.bench.step import Step
-from qclip.apps.bench.workload import workload
+from qclip.apps.bench.workload import Step, workload
 
 WARM_UP = 4
 """Steps before anything is measured: proofs, the recording of CUDA graphs, allocator and thread pools."""
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One line of the table."""
 
     case: str
@@ -56,10 +55,10 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BenchResult:
     """The rows, and a line for each mode that could not run a case."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     failures: tuple[str, ...]
 
 
@@ -108,7 +107,7 @@ def compare(
     modes: Sequence[str] = (),
     rounds: int = 15,
     say: Say = silent,
-) -> Comparison:
+) -> BenchResult:
     """Measure every case in every mode; ``say`` is told what is being measured.
 
     cases: names in `CASES`; those made for the device when left out.
@@ -117,23 +116,23 @@ def compare(
     place, precision = device_named(device), precision_named(dtype)
     check.count("rounds", rounds)
     plan = [(case, all_modes.chosen(modes, case, place)) for case in all_cases.chosen(cases, place)]
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     failures: list[str] = []
     with measure.quietly(), precision.settings():
         for case, chosen in plan:
             rows += _compare_modes(case, chosen, precision, place, rounds, say, failures)
-    return Comparison(tuple(rows), tuple(failures))
+    return BenchResult(tuple(rows), tuple(failures))
 
 
 def _compare_modes(
-    case: Case,
+    case: BenchCase,
     modes: list[Mode],
     precision: Precision,
     device: torch.device,
     rounds: int,
     say: Say,
     failures: list[str],
-) -> list[Row]:
+) -> list[BenchRow]:
     """The rows of a case; why a mode has none is added to the failures."""
     measure.forget(device)
     ready = []
@@ -152,7 +151,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
-def _prepare(mode: Mode, case: Case, precision: Precision, device: torch.device) -> _Ready:
+def _prepare(mode: Mode, case: BenchCase, precision: Precision, device: torch.device) -> _Ready:
     before = measure.reserved_now(device)
     work = workload(case, precision, device)
     step = mode.make(work)
@@ -167,14 +166,14 @@ def _prepare(mode: Mode, case: Case, precision: Precision, device: torch.device)
     return _Ready(mode.name, step, peak, reserved, work.parameters, compile_seconds)
 
 
-def _rows(case: Case, ready: list[_Ready], times: dict[str, list[float]], precision: Precision) -> list[Row]:
+def _rows(case: BenchCase, ready: list[_Ready], times: dict[str, list[float]], precision: Precision) -> list[BenchRow]:
     quartiles = {name: np.percentile(found, (25, 50, 75)).tolist() for name, found in times.items()}
     base = _baseline(ready, {name: median for name, (_, median, _) in quartiles.items()})
     rows = []
     for each in ready:
         low, median, high = quartiles[each.name]
         rows.append(
-            Row(
+            BenchRow(
                 case=case.name,
                 mode=each.name,
                 dtype=precision.name,

@@ -15,13 +15,12 @@ import torch
 
 from qclip import _validate as check
 from qclip.apps.bench import measure
-from qclip.apps.bench.cases import Case
+from qclip.apps.bench.cases import BenchCase
 from qclip.apps.bench.comparison import WARM_UP, device_named
 from qclip.apps.bench.measure import Say, silent
 from qclip.apps.bench.modes import MODES
 from qclip.apps.bench.precision import Precision, precision_named
-from qclip.apps.bench.step import Step
-from qclip.apps.bench.workload import workload
+from qclip.apps.bench.workload import Step, workload
 from qclip.apps.data.models import CausalTransformer
 
 if TYPE_CHECKING:
@@ -41,11 +40,11 @@ class Shape:
     width: int
     positions: int
 
-    def case(self) -> Case:
+    def case(self) -> BenchCase:
         """A language model of this shape."""
         heads = max(1, self.width // 64)
         model = partial(CausalTransformer, ALPHABET, self.positions, width=self.width, layers=self.layers, heads=heads)
-        return Case(f"{self}", model, shape=(self.positions,), classes=ALPHABET, batch=self.batch, tokens=True)
+        return BenchCase(f"{self}", model, shape=(self.positions,), classes=ALPHABET, batch=self.batch, tokens=True)
 
 
 @dataclass(frozen=True)

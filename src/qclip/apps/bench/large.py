@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qclip import _validate as check
 from qclip.apps.bench import measure, models
-from qclip.apps.bench.cases import Case
+from qclip.apps.bench.cases import BenchCase
 from qclip.apps.bench.comparison import WARM_UP, device_named
 from qclip.apps.bench.measure import Say, silent
 from qclip.apps.bench.modes import MODES
@@ -43,9 +43,9 @@ def recomputed_gpt2(positions: int, layers: int, width: int, heads: int) -> nn.M
     return model
 
 
-def _gpt2(name: str, layers: int, width: int, heads: int, positions: int = 1024) -> Case:
+def _gpt2(name: str, layers: int, width: int, heads: int, positions: int = 1024) -> BenchCase:
     model = partial(recomputed_gpt2, positions, layers, width, heads)
-    return Case(name, model, shape=(positions,), classes=50257, batch=1, tokens=True, device="cuda")
+    return BenchCase(name, model, shape=(positions,), classes=50257, batch=1, tokens=True, device="cuda")
 
 
 LARGE_CASES = {case.name: case for case in (_gpt2("gpt2-medium", 24, 1024, 16), _gpt2("gpt2-large", 36, 1280, 20))}
@@ -147,7 +147,7 @@ def measure_large(
                 parameters = sum(p.numel() for p in case.model().parameters())
             for name in names:
 
-                def attempt(batch: int, case: Case = case, name: str = name) -> Attempt | None:
+                def attempt(batch: int, case: BenchCase = case, name: str = name) -> Attempt | None:
                     say(f"trying {case.name}, {name}, batch {batch}")
                     return try_batch(replace(case, batch=batch), name, precision, place)
 
@@ -157,13 +157,13 @@ def measure_large(
     return rows
 
 
-def _row(case: Case, mode: str, dtype: str, search: Search, parameters: int) -> LargeRow:
+def _row(case: BenchCase, mode: str, dtype: str, search: Search, parameters: int) -> LargeRow:
     best = search.best or Attempt(0, float("inf"), 0)
     speed = best.batch / best.seconds
     return LargeRow(case.name, mode, dtype, best.batch, speed, best.reserved_bytes, search.limit, parameters)
 
 
-def try_batch(case: Case, mode: str, precision: Precision, device: torch.device) -> Attempt | None:
+def try_batch(case: BenchCase, mode: str, precision: Precision, device: torch.device) -> Attempt | None:
     """Build the mode and take some steps; None where the memory does not suffice."""
     measure.forget(device)
     try:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from qclip.apps.bench.step import Step
+from qclip.apps.bench.workload import Step
 
 Say = Callable[[str], object]
 """Is told what is being measured."""

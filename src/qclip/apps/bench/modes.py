@@ -13,13 +13,12 @@ from torch import Tensor
 
 from qclip import _validate as check
 from qclip.apps.bench import peers
-from qclip.apps.bench.cases import Batch, Case
-from qclip.apps.bench.step import CLIP_NORM, NOISE_MULTIPLIER, Step
-from qclip.apps.bench.workload import Workload
+from qclip.apps.bench.cases import Batch, BenchCase
+from qclip.apps.bench.workload import CLIP_NORM, NOISE_MULTIPLIER, Step, Workload
 from qclip.engine import CostModel, Engine
 from qclip.engine.compiled.driver import Compiled
 from qclip.training import noise
-from qclip.training.noise_source import NoiseSource
+from qclip.training.noise import NoiseSource
 
 
 def plain(workload: Workload, compile_mode: str | None = None) -> Step:
@@ -51,6 +50,7 @@ def qclip(
     clipped = engine.clipped if compile_mode is None else partial(Compiled(engine, compile_mode).clipped, wait=False)
     source = NoiseSource(0)
     dims = noise.group_dims(engine.parameters, engine.groups.members, len(engine.groups))
+    dtypes = {name: parameter.dtype for name, parameter in engine.parameters.items()}
 
     def evaluate(batch: Batch) -> Tensor:
         return workload.losses(workload.model, batch)
@@ -59,9 +59,9 @@ def qclip(
         optimizer.zero_grad()
         result = clipped(evaluate, workload.batch, CLIP_NORM)
         raw_sum = noise.BoundedSum(result.sums, engine.groups.members, result.clip_norms, dims)
-        noisy = noise.release(raw_sum, NOISE_MULTIPLIER, source, divisor=workload.case.batch, like=engine.parameters)
+        noisy = noise.release(raw_sum, NOISE_MULTIPLIER, source, divisor=workload.case.batch, dtypes=dtypes)
         for name, parameter in engine.parameters.items():
-            parameter.grad = noisy[name]
+            parameter.grad = noisy.tensors[name]
         optimizer.step()
 
     return step
@@ -109,7 +109,7 @@ MODES = {
 BASELINES = ("plain", "compiled", "compiled graphs")
 
 
-def chosen(names: Sequence[str], case: Case, device: torch.device) -> list[Mode]:
+def chosen(names: Sequence[str], case: BenchCase, device: torch.device) -> list[Mode]:
     """The modes of these names, or all that suit the case and the machine.
 
     The plain step is added where no baseline is among the names.

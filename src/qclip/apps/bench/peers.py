@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qclip.apps.bench.step import CLIP_NORM, NOISE_MULTIPLIER, Step
-from qclip.apps.bench.workload import Workload
+from qclip.apps.bench.workload import CLIP_NORM, NOISE_MULTIPLIER, Step, Workload
 
 
 def opacus_hooks(workload: Workload) -> Step:

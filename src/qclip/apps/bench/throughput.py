@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from qclip import _validate as check
 from qclip.apps.bench import measure
-from qclip.apps.bench.cases import CASES, Batch, Case
+from qclip.apps.bench.cases import CASES, Batch, BenchCase
 from qclip.apps.bench.comparison import device_named
 from qclip.apps.bench.measure import Say, silent
 from qclip.apps.bench.precision import Precision, precision_named
@@ -82,7 +82,7 @@ def measure_throughput(
 
 
 def _measure(
-    case: Case,
+    case: BenchCase,
     precision: Precision,
     device: torch.device,
     rounds: int,
@@ -177,8 +177,8 @@ def private_loop(work: Workload, dataset: TensorDataset, *, compiled: bool) -> I
         ticket = training.loader.tickets.front
         assert ticket is not None
         training.step(batch)
-        examples += ticket.size
-        slots += widest if compiled else ticket.rows  # a compiled step has as many slots as it was traced with
+        examples += ticket.num_examples
+        slots += widest if compiled else ticket.num_slots  # a compiled step has as many slots as it was traced with
         if training.updated:
             training.epsilon_curve(len(training.history))
             yield Taken(examples, slots)

@@ -1,19 +1,25 @@
 """A workload: a fresh model of a case and one batch, on a device and in a precision."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from qclip.apps.bench.cases import Batch, Case
+from qclip.apps.bench.cases import Batch, BenchCase
 from qclip.apps.bench.precision import Precision
+
+Step = Callable[[], None]
+"""One training step: the thing that is timed."""
+CLIP_NORM = 1.0
+NOISE_MULTIPLIER = 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Workload:
     """What a step trains, and on what."""
 
-    case: Case
+    case: BenchCase
     precision: Precision
     device: torch.device
     model: nn.Module
@@ -45,7 +51,7 @@ class Workload:
             parameter.grad = None
 
 
-def workload(case: Case, precision: Precision, device: torch.device) -> Workload:
+def workload(case: BenchCase, precision: Precision, device: torch.device) -> Workload:
     """A model with the case's initial weights (the same every time) and its batch."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -14,13 +14,13 @@ from rich.table import Table
 from qclip import _validate as check
 
 if TYPE_CHECKING:
-    from qclip.apps.bench import Comparison, Growth, LargeRow, ThroughputRow
+    from qclip.apps.bench import BenchResult, Growth, LargeRow, ThroughputRow
 
 Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class Bench:
+class BenchCommand:
     """Time training steps: plain, clipped by qclip, and by Opacus where it is installed, in one run.
 
     --growth, --throughput and --large measure other things than the time of one step.
@@ -79,13 +79,13 @@ class Bench:
     def _rounds(self, default: int) -> int:
         return default if self.rounds is None else check.count("rounds", self.rounds)
 
-    def _compare(self, say: Say) -> "Comparison":
+    def _compare(self, say: Say) -> "BenchResult":
         from qclip.apps import bench
 
         rounds = self._rounds(15)
         return bench.compare(self.device, dtype=self._dtype, cases=self.case, modes=self.mode, rounds=rounds, say=say)
 
-    def _show_comparison(self, console: Console, found: "Comparison") -> None:
+    def _show_comparison(self, console: Console, found: "BenchResult") -> None:
         if self.json:
             _print_json(found.rows)
             console = Console(stderr=True)

@@ -1,7 +1,7 @@
 """``qclip experiment``: the comparisons whose tables and figures are in docs/."""
 
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -9,42 +9,27 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from qclip.apps.experiments.quality_settings import QualitySettings
+
 
 @dataclass(frozen=True)
-class Quality:
-    """Test accuracy of private quantiles and of constants at epsilon = 3 (docs/private-training.md)."""
+class QualityCommand:
+    """Test accuracy of private quantiles and of constant thresholds at epsilon = 3 (docs/private-training.md)."""
 
-    data: str = "fashion-mnist"
-    """The data set: fashion-mnist, or another that `qclip train` knows."""
-    data_dir: Path | None = None
-    """Where its files are."""
-    epochs: int = 40
-    """How long each run is."""
-    batch_size: int = 2048
-    """Expected examples per step."""
-    learning_rate: float = 4.0
-    """Of every run, in units of its threshold."""
-    seeds: int = 3
-    """How many runs of each."""
-    device: str = "cpu"
-    """Where to train: cpu or cuda."""
-    workers: int = 1
-    """How many runs at a time."""
-    out: Path = Path("out/quality")
-    """Where to write rows.json, table.md and quality.png."""
+    settings: QualitySettings = field(default_factory=QualitySettings)
+    """The runs to compare."""
 
     def run(self, console: Console) -> int:
-        """Train them all; print the table."""
+        """Train every run and print the table."""
         from qclip.apps.experiments import quality
 
-        settings = quality.Quality(**asdict(self))
-        rows = quality.quality(settings, say=lambda text: console.print(text, highlight=False))
+        rows = quality.quality(self.settings, say=lambda text: console.print(text, highlight=False))
         console.print(quality.table(rows), highlight=False)
         return 0
 
 
 @dataclass(frozen=True)
-class Tracking:
+class TrackingCommand:
     """How well each threshold follows a quantile that moves, at equal privacy (docs/thresholds.md)."""
 
     quick: bool = False
@@ -63,7 +48,7 @@ class Tracking:
 
 
 @dataclass(frozen=True)
-class RareClass:
+class RareClassCommand:
     """Held-out loss and AUC of thresholds on tables with a rare class, at epsilon = 3 (docs/private-training.md)."""
 
     data_dir: Path | None = None
@@ -87,13 +72,13 @@ class RareClass:
 
 
 @dataclass(frozen=True)
-class Experiment:
+class ExperimentCommand:
     """Make a table and a figure of the documentation anew."""
 
     which: (
-        Annotated[Quality, tyro.conf.subcommand("quality")]
-        | Annotated[RareClass, tyro.conf.subcommand("rare-class")]
-        | Annotated[Tracking, tyro.conf.subcommand("tracking")]
+        Annotated[QualityCommand, tyro.conf.subcommand("quality")]
+        | Annotated[RareClassCommand, tyro.conf.subcommand("rare-class")]
+        | Annotated[TrackingCommand, tyro.conf.subcommand("tracking")]
     )
 
     def run(self, console: Console) -> int:
@@ -101,7 +86,4 @@ class Experiment:
         try:
             return self.which.run(console)
         except ModuleNotFoundError as missing:
-            Console(stderr=True).print(
-                f"[red]error:[/] {missing.name} is not installed; pip install 'qclip\\[train]'", highlight=False
-            )
-            return 2
+            raise ModuleNotFoundError(f"{missing.name} is not installed; pip install 'qclip[train]'") from missing

@@ -12,12 +12,11 @@ from qclip import _validate as check
 from qclip import theory
 
 if TYPE_CHECKING:
-    from qclip.training.plan import TrainingPlan
-    from qclip.training.private_plan import PrivatePlan
+    from qclip.training.plan import PrivatePlan, TrainingPlan
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanCommand:
     """Plan a run: with a privacy budget its noise, thresholds and epsilon by epoch; with L, sigma and gap its bound.
 
     Privacy: --examples, --batch-size, --epochs or --steps, and --epsilon or --noise-multiplier. The bound: --L, --sigma
@@ -157,7 +156,7 @@ class Plan:
         return replace(theory.plan(assumptions, steps=steps, noise_multiplier=noise, **public), privacy=privacy)
 
     def _private(self, training: "TrainingPlan | None", found: theory.Plan | None) -> "PrivatePlan":
-        from qclip.training.private_plan import plan_private
+        from qclip.training.plan import plan_private
 
         if training is None:  # the target says how many steps, and with them the noise
             assert found is not None

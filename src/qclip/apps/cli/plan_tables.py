@@ -1,13 +1,12 @@
 """What ``qclip plan`` prints."""
 
-import math
-
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from qclip import theory
-from qclip.training.private_plan import PrivatePlan
+from qclip.apps.report import words
+from qclip.training.plan import PrivatePlan
 
 SHRINKS = {
     "optimisation": "more steps, larger step size",
@@ -24,18 +23,14 @@ def print_private(console: Console, plan: PrivatePlan) -> None:
     for column in ("epochs", "steps", "epsilon"):
         spent.add_column(column, justify="right")
     for row in plan.spent:
-        spent.add_row(f"{row.epochs:.4g}", f"{row.steps:,}", _rounded_up(row.epsilon))
+        spent.add_row(f"{row.epochs:.4g}", f"{row.steps:,}", words.epsilon(row.epsilon, 4))
     console.print(spent)
-
-
-def _rounded_up(epsilon: float) -> str:
-    return f"{math.ceil(1e4 * epsilon) / 1e4:.4f}"
 
 
 def _print_noise(console: Console, plan: PrivatePlan) -> None:
     training, option = plan.training, plan.recommended
     table = Table(title="Privacy", show_header=False, title_justify="left")
-    table.add_row("epsilon, delta", f"{_rounded_up(plan.spent[-1].epsilon)}, {training.delta:.3g}")
+    table.add_row("epsilon, delta", f"{words.epsilon(plan.spent[-1].epsilon, 4)}, {training.delta:.3g}")
     table.add_row(
         "sampling rate", f"{training.sample_rate:.4g}   ({training.batch_size:,} of {training.dataset_size:,})"
     )

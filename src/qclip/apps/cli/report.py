@@ -15,11 +15,11 @@ from rich.table import Table
 from qclip import _validate as check
 
 if TYPE_CHECKING:
-    from qclip.apps.report.compare import Comparison
+    from qclip.apps.report.compare import RunComparison
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportCommand:
     """Write the report of a run, or compare several."""
 
     folders: tyro.conf.Positional[tuple[Path, ...]]
@@ -52,7 +52,7 @@ class Report:
             return 2
         return 1 if found.broken else 0
 
-    def _write(self, found: "Comparison", errors: Console) -> Path | None:
+    def _write(self, found: "RunComparison", errors: Console) -> Path | None:
         """Where the page is; None where matplotlib is missing."""
         try:
             from qclip.apps.report.compare_page import write_comparison
@@ -65,7 +65,7 @@ class Report:
         return write_comparison(found, self.out or Path("comparison.html"))
 
 
-def _print(console: Console, found: "Comparison") -> None:
+def _print(console: Console, found: "RunComparison") -> None:
     """A table of what differs, and a line of what does not; a single run goes down the page instead of across."""
     from qclip.apps.report.compare import constant_columns
 

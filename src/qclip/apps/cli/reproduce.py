@@ -8,7 +8,7 @@ from rich.console import Console
 
 
 @dataclass(frozen=True)
-class Reproduce:
+class ReproduceCommand:
     """Run every claim of the paper and of docs/theory.md; write claims.json, figures and report.html."""
 
     out: Path = Path("out/reproduce")
@@ -23,8 +23,7 @@ class Reproduce:
         try:
             from qclip.apps.experiments.reproduce import reproduce, summary
         except ModuleNotFoundError as missing:
-            console.print(f"[red]error:[/] {missing.name} is not installed; pip install 'qclip\\[reproduce]'")
-            return 2
+            raise ModuleNotFoundError(f"{missing.name} is not installed; pip install 'qclip[reproduce]'") from missing
         only = [name.strip() for given in self.only for name in given.split(",")]
         rows = reproduce(self.out, quick=self.quick, only=only, console=console)
         console.print(summary(rows))

@@ -19,12 +19,12 @@ from qclip.apps.run_folder import RunFolder
 from qclip.apps.trainer.settings import Settings
 
 if TYPE_CHECKING:
-    from qclip.apps.trainer.run import Run
+    from qclip.apps.trainer.run import TrainerRun
     from qclip.training.run import PrivateTraining
 
 
 @dataclass(frozen=True)
-class Train:
+class TrainCommand:
     """Train a model privately; without arguments, on scikit-learn's digits at epsilon = 3.
 
     Writes metrics.jsonl, summary.json, checkpoint.pt and report.html. Ctrl-C stops after the current step; --resume
@@ -46,13 +46,6 @@ class Train:
             raise check.refuse("--overwrite", True, "left out with --resume", "go on with the run, or replace it")
         if self.resume and self.out is None:
             raise check.refuse("--out", None, "given with --resume", "name the folder of the run to go on with")
-        try:
-            return self._train(console)
-        except ModuleNotFoundError as missing:
-            Console(stderr=True).print(f"[red]error:[/] {escape(str(missing))}", highlight=False)
-            return 2
-
-    def _train(self, console: Console) -> int:
         from qclip.apps.trainer.interrupt import Interrupt
         from qclip.apps.trainer.loop import train
         from qclip.apps.trainer.run import free_folder, resume, start
@@ -90,7 +83,7 @@ def _warnings_on(console: Console) -> Iterator[None]:
         yield
 
 
-def _say_what(console: Console, run: "Run") -> None:
+def _say_what(console: Console, run: "TrainerRun") -> None:
     training, plan = run.training, run.training.plan
     lines = [f"{run.task.name}: {run.task.description}"]
     lines.append(f"{plan.num_steps} steps of {plan.batch_size} examples (expected); {_privacy(training)}")
@@ -120,7 +113,7 @@ def _say_how_to_resume(console: Console, folder: RunFolder) -> None:
     console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _say_result(console: Console, run: "Run") -> None:
+def _say_result(console: Console, run: "TrainerRun") -> None:
     from qclip.apps.trainer.screen import span
 
     summary = run.folder.summary()

@@ -17,24 +17,24 @@ from qclip.apps.data.columns import Column, Dropped, Encoding
 
 
 @dataclass(frozen=True)
-class Row:
+class CsvRow:
     """The values between commas, without the blanks around them, and the line of the file on which they end."""
 
     line: int
     fields: tuple[str, ...]
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[CsvRow]:
     """The rows of a file that are not blank."""
     reader = csv.reader(io.StringIO(files.read_text(path), newline=""), skipinitialspace=True, strict=True)
     try:
-        return [Row(reader.line_num, tuple(field.strip() for field in fields)) for fields in reader if any(fields)]
+        return [CsvRow(reader.line_num, tuple(field.strip() for field in fields)) for fields in reader if any(fields)]
     except csv.Error as error:
         remedy = "quote values that hold commas, quotes or line feeds"
         raise check.refuse("file", str(path), f"comma-separated ({error} at line {reader.line_num})", remedy) from None
 
 
-def columns(names: Sequence[str], rows: Sequence[Row], path: Path) -> dict[str, Column]:
+def columns(names: Sequence[str], rows: Sequence[CsvRow], path: Path) -> dict[str, Column]:
     """The rows' columns by name; rows of another length are refused."""
     if not rows:
         raise check.refuse("file", str(path), "one with rows of values", "it has none: check that it is the right one")

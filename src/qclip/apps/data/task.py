@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
+from qclip.engine.proof.prover import in_evaluation
+
 Loss = Callable[[Tensor, Tensor], Tensor]
 """``f(outputs, targets)`` with one loss per example, [B]."""
 Measure = Callable[[Tensor, Tensor], dict[str, Tensor]]
@@ -24,7 +26,7 @@ class Defaults:
     batch_size: int
     epochs: int
     learning_rate: float
-    """In units of the threshold (`make_private(normalize=True)`)."""
+    """In units of the threshold (`make_private(rescale_to_unit_norm=True)`)."""
     tau: float | None = None
     """Where to clip, from what is public; when None, at the 0.7-quantile of the gradient norms."""
 
@@ -77,13 +79,8 @@ def scorer(held_out: TensorDataset, measure: Measure, *, chunk: int = 1000) -> C
     """
 
     def score(model: nn.Module) -> dict[str, float]:
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
+        with in_evaluation(model):
             return _means(model, held_out, measure, chunk)
-        finally:
-            for module, training in modes:
-                module.training = training
 
     return score
 

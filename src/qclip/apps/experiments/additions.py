@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 from scipy.optimize import minimize
 
 from qclip import theory
-from qclip.apps.experiments.bounded import Comparison, against_bound, probes
+from qclip.apps.experiments.bounded import BoundCheck, against_bound, probes
 from qclip.apps.experiments.claim import Effort, Outcome, claim
-from qclip.apps.experiments.suite import Case, cases
+from qclip.apps.experiments.suite import SuiteCase, cases
 from qclip.apps.report.style import label, new_figure
 from qclip.simulation.problems import Gaussian, HeavyTailedQuadratic
 from qclip.simulation.simulate import simulate
@@ -26,7 +26,7 @@ def inexact_quantile(effort: Effort) -> Outcome:
     wrong = []  # what the runs at the lowest level would have to obey if p_hi were the quantile
 
     def compare(
-        case: Case, q: float, gamma: float | None, ends: tuple[float, float], steps: int, **public: Any
+        case: SuiteCase, q: float, gamma: float | None, ends: tuple[float, float], steps: int, **public: Any
     ) -> None:
         a, (p_lo, p_hi), beta = case.problem.assumptions(case.x0, q), ends, public.pop("beta", None)
         bounding: dict[str, Any] = {**public, "dim": case.problem.dim, "sampling": "iid"}
@@ -39,7 +39,7 @@ def inexact_quantile(effort: Effort) -> Outcome:
             run = simulate(
                 case.problem, step_size=gamma, p=levels, steps=steps, x0=case.x0, record=[], seed=rng, **running
             )
-            rows.append(Comparison.of(case.name, run, limit))
+            rows.append(BoundCheck.of(case.name, run, limit))
             if levels.max() == p_lo:
                 wrong.append(run.mean() / naive)
 
@@ -50,7 +50,7 @@ def inexact_quantile(effort: Effort) -> Outcome:
                 compare(case, q, None, (0.5, 0.9), steps, batch_size=B, noise_multiplier=z, form=form)
     for probe in probes(private=False):
         ends = (probe.p - 0.02, probe.p) if probe.beta else (0.5, 0.9)
-        case = Case(probe.name, probe.problem, probe.x0)
+        case = SuiteCase(probe.name, probe.problem, probe.x0)
         compare(case, 2.0, probe.gamma, ends, probe.steps, form="sharp", beta=probe.beta, **probe.public)
     outcome = against_bound(rows, "unclipped fraction anywhere in an interval")
     return replace(

@@ -21,7 +21,7 @@ TERMS = ("optimisation", "variance", "bias")
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BoundCheck:
     """A run's mean of ||grad f||^2, three standard errors added, and its bound."""
 
     problem: str
@@ -29,7 +29,7 @@ class Comparison:
     bound: Bound
 
     @classmethod
-    def of(cls, problem: str, run: Trajectories, bound: Bound) -> "Comparison":
+    def of(cls, problem: str, run: Trajectories, bound: Bound) -> "BoundCheck":
         """Compare a run with its bound."""
         return cls(problem, run.upper(), bound)
 
@@ -62,7 +62,7 @@ def probes(*, private: bool) -> list[Probe]:
     ]
 
 
-def against_bound(rows: list[Comparison], what: str) -> Outcome:
+def against_bound(rows: list[BoundCheck], what: str) -> Outcome:
     """The outcome of runs that must all stay below their bounds, and of the controls that must not."""
     worst = max(row.measured / row.bound.total for row in rows)
     control = {term: max(row.measured / (row.bound.total - getattr(row.bound, term)) for row in rows) for term in TERMS}

@@ -9,9 +9,9 @@ from scipy import integrate
 from qclip import theory
 from qclip._validate import Floats
 from qclip.apps.experiments.claim import Effort, Outcome, bars, claim
-from qclip.apps.experiments.suite import Case, cases, points
+from qclip.apps.experiments.suite import SuiteCase, cases, points
 from qclip.apps.report.style import label, new_figure
-from qclip.simulation.problems import Bernoulli, HeavyTailedQuadratic, Logistic, Problem
+from qclip.simulation.problems import Bernoulli, HeavyTailedQuadratic, Logistic, Problem, TwoPoint
 from qclip.simulation.simulate import simulate
 from qclip.theory import Assumptions
 
@@ -25,7 +25,7 @@ def _unit_gap(problem: Problem, q: float) -> Assumptions:
 Ratio = Callable[[Problem, Floats, float, list[float]], float]
 
 
-def _ratios(case: Case, rng: np.random.Generator, count: int, ratio: Ratio) -> Floats:
+def _ratios(case: SuiteCase, rng: np.random.Generator, count: int, ratio: Ratio) -> Floats:
     """The largest ratio of the two sides over moments and points, for each clipped fraction."""
     x = points(case, rng, count)
     return np.array([ratio(case.problem, x, 1 - h, case.moments()) for h in FRACTIONS])
@@ -107,7 +107,7 @@ def lemma2_recursion(effort: Effort) -> Outcome:
     points = []  # actual change and limit, over gamma (G^2 + sigma^2)
     for case in cases(rng):
         problem = case.problem
-        if not isinstance(problem, HeavyTailedQuadratic | Logistic):
+        if not isinstance(problem, HeavyTailedQuadratic | TwoPoint | Logistic):
             continue
         for p, beta in ((0.5, 0.4), (0.9, 0.6)):
             gamma = 0.1 / problem.L

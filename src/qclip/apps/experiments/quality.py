@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,52 +20,21 @@ from torch.utils.data import TensorDataset
 from qclip import _validate as check
 from qclip import accounting
 from qclip.apps.data import load
+from qclip.apps.experiments.quality_settings import QualitySettings
 from qclip.apps.report.style import CYCLE, label, new_figure, save
 from qclip.thresholds import Constant, PrivateQuantile, SlackQuantile, Threshold
 from qclip.training.make import make_private
 
 
-@dataclass(frozen=True)
-class Quality:
-    """Compare thresholds at one privacy budget: test accuracy, over some seeds."""
-
-    data: str = "fashion-mnist"
-    """The data set: fashion-mnist, mnist, or another that `qclip train` knows."""
-    data_dir: Path | None = None
-    """Where its files are."""
-    epsilon: float = 3.0
-    """The budget."""
-    delta: float = 1e-5
-    """Of the budget."""
-    epochs: int = 40
-    """How long each run is."""
-    batch_size: int = 2048
-    """Expected examples per step."""
-    learning_rate: float = 4.0
-    """Of every run, in units of its threshold."""
-    quantiles: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9)
-    """The unclipped fractions p."""
-    constants: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0, 100.0)
-    """The constant thresholds to compare with."""
-    seeds: int = 3
-    """How many runs of each."""
-    device: str = "cpu"
-    """Where to train: cpu or cuda."""
-    workers: int = 1
-    """How many runs at a time."""
-    out: Path = Path("out/quality")
-    """Where to write rows.json, table.md and quality.png."""
-
-    @property
-    def thresholds(self) -> dict[str, Threshold[Any]]:
-        """What is compared, by name."""
-        found: dict[str, Threshold[Any]] = {f"PrivateQuantile({p:g})": PrivateQuantile(p) for p in self.quantiles}
-        found |= {f"SlackQuantile({p:g})": SlackQuantile(p) for p in self.quantiles}
-        return found | {f"Constant({c:g})": Constant(c) for c in self.constants}
+def thresholds(settings: QualitySettings) -> dict[str, Threshold[Any]]:
+    """Return the thresholds to compare, by name."""
+    found: dict[str, Threshold[Any]] = {f"PrivateQuantile({p:g})": PrivateQuantile(p) for p in settings.quantiles}
+    found |= {f"SlackQuantile({p:g})": SlackQuantile(p) for p in settings.quantiles}
+    return found | {f"Constant({c:g})": Constant(c) for c in settings.constants}
 
 
 @dataclass(frozen=True)
-class Row:
+class QualityRow:
     """One run."""
 
     threshold: str
@@ -79,7 +47,7 @@ class Row:
     noise_multiplier: float
 
 
-def train(settings: Quality, name: str, seed: int, noise_multiplier: float) -> Row:
+def train(settings: QualitySettings, name: str, seed: int, noise_multiplier: float) -> QualityRow:
     """One private run."""
     torch.set_num_threads(1 if settings.workers > 1 else torch.get_num_threads())
     torch.manual_seed(seed)
@@ -95,18 +63,18 @@ def train(settings: Quality, name: str, seed: int, noise_multiplier: float) -> R
         epochs=settings.epochs,
         noise_multiplier=noise_multiplier,
         delta=settings.delta,
-        threshold=settings.thresholds[name],
-        normalize=True,
+        threshold=thresholds(settings)[name],
+        rescale_to_unit_norm=True,
         seed=seed,  # an experiment that can be repeated; leave it out for data that matter
     )
     for _ in range(settings.epochs):
         for x, y in training.loader:
             training.step(x, y)
     tau = training.history[-1].tau[0]
-    return Row(name, seed, task.score(model)["accuracy"], training.epsilon(), tau, noise_multiplier)
+    return QualityRow(name, seed, task.score(model)["accuracy"], training.epsilon(), tau, noise_multiplier)
 
 
-def quality(settings: Quality, say: Callable[[str], None] = print) -> list[Row]:
+def quality(settings: QualitySettings, say: Callable[[str], None] = print) -> list[QualityRow]:
     """Every run; rows.json is rewritten after each, so that nothing is lost."""
     settings.out.mkdir(parents=True, exist_ok=True)
     task = load(settings.data, data_dir=settings.data_dir)
@@ -115,8 +83,8 @@ def quality(settings: Quality, say: Callable[[str], None] = print) -> list[Row]:
         epsilon=settings.epsilon, delta=settings.delta, examples=len(task.train), batch_size=settings.batch_size,
         epochs=settings.epochs,
     )  # fmt: skip
-    jobs = [(name, seed) for seed in range(check.count("seeds", settings.seeds)) for name in settings.thresholds]
-    rows: list[Row] = []
+    jobs = [(name, seed) for seed in range(check.count("seeds", settings.seeds)) for name in thresholds(settings)]
+    rows: list[QualityRow] = []
     for row in _results(settings, jobs, z):
         rows.append(row)
         (settings.out / "rows.json").write_text(json.dumps([asdict(each) for each in rows], indent=1))
@@ -126,7 +94,7 @@ def quality(settings: Quality, say: Callable[[str], None] = print) -> list[Row]:
     return rows
 
 
-def _results(settings: Quality, jobs: list[tuple[str, int]], z: float) -> Iterable[Row]:
+def _results(settings: QualitySettings, jobs: list[tuple[str, int]], z: float) -> Iterable[QualityRow]:
     if settings.workers == 1:
         yield from (train(settings, name, seed, z) for name, seed in jobs)
         return
@@ -134,7 +102,7 @@ def _results(settings: Quality, jobs: list[tuple[str, int]], z: float) -> Iterab
         yield from pool.map(train, *zip(*((settings, name, seed, z) for name, seed in jobs), strict=True))
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[QualityRow]) -> str:
     """Mean, lowest and highest accuracy of each threshold, as markdown."""
     lines = ["| threshold | accuracy | lowest | highest | tau at the end |", "|---|---|---|---|---|"]
     for name, found in _grouped(rows).items():
@@ -144,7 +112,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(rows: list[Row]) -> Figure:
+def draw(rows: list[QualityRow]) -> Figure:
     """Accuracy against the constant C, and against the quantile p, on one scale."""
     figure, axes = new_figure(2, width=8.0)
     families: dict[str, dict[float, list[float]]] = {}
@@ -163,5 +131,5 @@ def draw(rows: list[Row]) -> Figure:
     return figure
 
 
-def _grouped(rows: list[Row]) -> dict[str, list[Row]]:
+def _grouped(rows: list[QualityRow]) -> dict[str, list[QualityRow]]:
     return {name: [row for row in rows if row.threshold == name] for name in dict.fromkeys(r.threshold for r in rows)}

@@ -25,7 +25,7 @@ SHARES = (0.017, 0.043, 0.095, 0.185, 0.297, 0.5)
 
 
 @dataclass(frozen=True)
-class Row:
+class RareClassRow:
     """One way to foretell one table: means over the seeds."""
 
     table: str
@@ -74,15 +74,15 @@ def constant_loss(task: Task) -> float:
 
 def compare(
     out: Path, *, data_dir: Path | None = None, seeds: int = 3, say: Callable[[str], None] = print
-) -> list[Row]:
+) -> list[RareClassRow]:
     """Every method on every table, 6 epochs each (Adult, with ``data_dir``: 10), at epsilon = 3; writes table.md."""
     out.mkdir(parents=True, exist_ok=True)
     tasks = {f"{share:.1%}": load(str(write_table(out / "risk.csv", share)), target="event") for share in SHARES}
     if data_dir is not None:
         tasks["Adult"] = load("adult", data_dir=data_dir)
-    rows: list[Row] = []
+    rows: list[RareClassRow] = []
     for name, task in tasks.items():
-        rows += [Row(name, "a constant guess", constant_loss(task), 0.0, 0.5, _largest_share(task), None)]
+        rows += [RareClassRow(name, "a constant guess", constant_loss(task), 0.0, 0.5, _largest_share(task), None)]
         rows += [_without_privacy(name, task)]
         tau = task.defaults.tau
         assert tau is not None
@@ -95,7 +95,7 @@ def compare(
     return rows
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[RareClassRow]) -> str:
     """Loss / AUC of each method on each table, as markdown."""
     tables, methods = (
         list(dict.fromkeys(names)) for names in zip(*((row.table, row.method) for row in rows), strict=True)
@@ -106,7 +106,9 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _privately(name: str, task: Task, method: str, threshold: Threshold[Any], *, epochs: int, seeds: int) -> Row:
+def _privately(
+    name: str, task: Task, method: str, threshold: Threshold[Any], *, epochs: int, seeds: int
+) -> RareClassRow:
     found, taus = [], []
     for seed in range(seeds):
         model = task.build_model()
@@ -120,7 +122,7 @@ def _privately(name: str, task: Task, method: str, threshold: Threshold[Any], *,
             epsilon=3.0,
             delta=1e-5,
             threshold=threshold,
-            normalize=True,
+            rescale_to_unit_norm=True,
             seed=seed,  # an experiment that can be repeated; leave it out for data that matter
         )
         for _ in range(epochs):
@@ -131,10 +133,10 @@ def _privately(name: str, task: Task, method: str, threshold: Threshold[Any], *,
     losses, aucs, accuracies = zip(*found, strict=True)
     spread = statistics.stdev(losses) if seeds > 1 else 0.0
     mean = statistics.mean
-    return Row(name, method, mean(losses), spread, mean(aucs), mean(accuracies), mean(taus))
+    return RareClassRow(name, method, mean(losses), spread, mean(aucs), mean(accuracies), mean(taus))
 
 
-def _without_privacy(name: str, task: Task) -> Row:
+def _without_privacy(name: str, task: Task) -> RareClassRow:
     from sklearn.linear_model import LogisticRegression
 
     (inputs, targets), (held_inputs, held_targets) = _tensors(task)
@@ -142,7 +144,9 @@ def _without_privacy(name: str, task: Task) -> Row:
     scores = torch.from_numpy(fitted.predict_log_proba(held_inputs.numpy()))
     loss = nn.functional.nll_loss(scores, held_targets).item()
     accuracy = (scores.argmax(1) == held_targets).double().mean().item()
-    return Row(name, "logistic regression, no privacy", loss, 0.0, auc(scores[:, 1], held_targets), accuracy, None)
+    return RareClassRow(
+        name, "logistic regression, no privacy", loss, 0.0, auc(scores[:, 1], held_targets), accuracy, None
+    )
 
 
 def _measured(task: Task, model: nn.Module) -> tuple[float, float, float]:

@@ -16,7 +16,7 @@ from qclip import schedules, theory
 from qclip._validate import Floats
 from qclip.apps.experiments.claim import Effort, Outcome, Slope, claim, fit_slope
 from qclip.apps.report.style import label, new_figure
-from qclip.simulation.problems import Gaussian, HeavyTailedQuadratic, Pareto, TwoPoint
+from qclip.simulation.problems import AdditiveNoise, Gaussian, HeavyTailedQuadratic, Pareto, TwoPoint
 from qclip.simulation.simulate import simulate
 from qclip.theory import Assumptions, Form
 
@@ -44,7 +44,7 @@ def bias_problem(q: float, gamma: float, h: float, steps: int, seeds: int, rng: 
 
 
 def _settled(
-    problem: HeavyTailedQuadratic, gamma: float, h: float, steps: int, seeds: int, rng: np.random.Generator
+    problem: AdditiveNoise, gamma: float, h: float, steps: int, seeds: int, rng: np.random.Generator
 ) -> Floats:
     half = steps // 2
     run = simulate(

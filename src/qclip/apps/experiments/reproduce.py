@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from qclip import _validate as check
+from qclip._files import replace_text
 from qclip.apps.experiments import additions, fixed_clip, lemmas, privacy, rates, theorem1, theorem2, two_point
 from qclip.apps.experiments.claim import Claim, Effort, Outcome
 from qclip.apps.report import page
@@ -60,7 +61,7 @@ COLORS = {"holds": "green", "erratum": "yellow", "fails": "red"}
 
 
 @dataclass(frozen=True)
-class Row:
+class ClaimResult:
     """A claim, what was found, how long it took, and where its figure is."""
 
     claim: Claim
@@ -94,7 +95,9 @@ def select(only: Sequence[str]) -> list[Claim]:
     return [claim for claim in CLAIMS if not only or claim.id in only]
 
 
-def reproduce(out: Path, *, quick: bool = False, only: Sequence[str] = (), console: Console | None = None) -> list[Row]:
+def reproduce(
+    out: Path, *, quick: bool = False, only: Sequence[str] = (), console: Console | None = None
+) -> list[ClaimResult]:
     """Run the claims and write ``claims.json``, ``figures/`` and ``report.html`` into ``out``.
 
     ``claims.json`` is rewritten after every claim, so an interrupted run leaves what it found.
@@ -103,7 +106,7 @@ def reproduce(out: Path, *, quick: bool = False, only: Sequence[str] = (), conso
     chosen = select(only)
     (out / "figures").mkdir(parents=True, exist_ok=True)
     effort = Effort(quick=quick)
-    rows: list[Row] = []
+    rows: list[ClaimResult] = []
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -116,7 +119,7 @@ def reproduce(out: Path, *, quick: bool = False, only: Sequence[str] = (), conso
         for claim in chosen:
             progress.update(task, description=f"{claim.id:32}")
             rows.append(_run(claim, effort, out))
-            _write_json(rows, out)
+            replace_text(out / "claims.json", json.dumps([row.as_json() for row in rows], indent=1))
             progress.advance(task)
             verdict = rows[-1].outcome.verdict
             console.print(f"[{COLORS[verdict]}]{verdict:8}[/] {claim.id:32} {rows[-1].seconds:6.1f} s")
@@ -124,7 +127,7 @@ def reproduce(out: Path, *, quick: bool = False, only: Sequence[str] = (), conso
 
 
 @contextmanager
-def _finally_report(rows: list[Row], out: Path, quick: bool) -> Iterator[None]:
+def _finally_report(rows: list[ClaimResult], out: Path, quick: bool) -> Iterator[None]:
     """Write the report whatever happens: an interrupted run shows what it finished."""
     try:
         yield
@@ -132,7 +135,7 @@ def _finally_report(rows: list[Row], out: Path, quick: bool) -> Iterator[None]:
         (out / "report.html").write_text(_report(rows, quick), encoding="utf-8")
 
 
-def _run(claim: Claim, effort: Effort, out: Path) -> Row:
+def _run(claim: Claim, effort: Effort, out: Path) -> ClaimResult:
     started = time.perf_counter()
     try:
         outcome = claim.run(effort)
@@ -143,17 +146,10 @@ def _run(claim: Claim, effort: Effort, out: Path) -> Row:
     if outcome.draw is not None:
         path = out / "figures" / f"{claim.id}.png"
         save(outcome.draw(), path)
-    return Row(claim, outcome, time.perf_counter() - started, path)
+    return ClaimResult(claim, outcome, time.perf_counter() - started, path)
 
 
-def _write_json(rows: list[Row], out: Path) -> None:
-    text = json.dumps([row.as_json() for row in rows], indent=1)
-    temporary = out / "claims.json.part"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(out / "claims.json")
-
-
-def summary(rows: list[Row]) -> Table:
+def summary(rows: list[ClaimResult]) -> Table:
     """The verdicts, counted."""
     counts = Counter[str](row.outcome.verdict for row in rows)
     table = Table(title=None, show_header=False, box=None)
@@ -163,7 +159,7 @@ def summary(rows: list[Row]) -> Table:
     return table
 
 
-def _report(rows: list[Row], quick: bool) -> str:
+def _report(rows: list[ClaimResult], quick: bool) -> str:
     counts = Counter[str](row.outcome.verdict for row in rows)
     told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in COLORS if counts[verdict])
     packages = ", ".join(f"{name} {version(name)}" for name in ("qclip", "numpy", "scipy", "numba") if find_spec(name))

@@ -18,7 +18,7 @@ from qclip.simulation.problems import (
 
 
 @dataclass(frozen=True)
-class Case:
+class SuiteCase:
     """A problem, its name and a start."""
 
     name: str
@@ -30,7 +30,7 @@ class Case:
         return [q for q in candidates if np.isfinite(self.problem.sigma(q))]
 
 
-def cases(rng: np.random.Generator) -> list[Case]:
+def cases(rng: np.random.Generator) -> list[SuiteCase]:
     """Every kind of problem: light and heavy tails, symmetric and skewed, atoms, a finite sum, a non-convex one."""
     spectrum = np.geomspace(0.1, 1, 5)
     problems: dict[str, Problem] = {
@@ -43,11 +43,12 @@ def cases(rng: np.random.Generator) -> list[Case]:
         "logistic, heavy rows": Logistic.generate(120, 4, rng, tail=2.5),
     }
     return [
-        Case(name, problem, problem.minimiser + rng.standard_normal(problem.dim)) for name, problem in problems.items()
+        SuiteCase(name, problem, problem.minimiser + rng.standard_normal(problem.dim))
+        for name, problem in problems.items()
     ]
 
 
-def points(case: Case, rng: np.random.Generator, count: int) -> Floats:
+def points(case: SuiteCase, rng: np.random.Generator, count: int) -> Floats:
     """Points around the minimiser at distances over several decades, [count, d]."""
     direction = rng.standard_normal((count, case.problem.dim))
     direction /= np.linalg.norm(direction, axis=1, keepdims=True)

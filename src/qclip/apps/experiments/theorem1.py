@@ -6,7 +6,7 @@ from scipy.optimize import minimize_scalar
 
 from qclip import schedules, theory
 from qclip._validate import Floats
-from qclip.apps.experiments.bounded import Comparison, against_bound, probes
+from qclip.apps.experiments.bounded import BoundCheck, against_bound, probes
 from qclip.apps.experiments.claim import Effort, Outcome, claim
 from qclip.apps.experiments.suite import cases
 from qclip.apps.report.style import label, new_figure
@@ -26,14 +26,14 @@ def theorem1_constant(effort: Effort) -> Outcome:
                 p, steps = rng.uniform(0.2, 0.95), effort.pick(200, 1000)
                 gamma = rng.uniform(0.1, 0.9) * theory.max_step(a, p, form="printed")
                 run = simulate(case.problem, step_size=gamma, p=p, steps=steps, x0=case.x0, seed=rng, record=[])
-                rows.append(Comparison.of(case.name, run, theory.bound(a, gamma, p, steps=steps, form="printed")))
+                rows.append(BoundCheck.of(case.name, run, theory.bound(a, gamma, p, steps=steps, form="printed")))
     for probe in probes(private=False):
         run = simulate(
             probe.problem, step_size=probe.gamma, p=probe.p, steps=probe.steps, x0=probe.x0, seed=rng, record=[]
         )
         a = probe.problem.assumptions(probe.x0)
         limit = theory.bound(a, probe.gamma, probe.p, probe.beta, steps=probe.steps, form="printed")
-        rows.append(Comparison.of(probe.name, run, limit))
+        rows.append(BoundCheck.of(probe.name, run, limit))
     return against_bound(rows, "constant gamma and p")
 
 
@@ -48,7 +48,7 @@ def theorem1_varying(effort: Effort) -> Outcome:
     ) -> None:
         run = simulate(problem, step_size=gamma, p=p, steps=gamma.size, x0=x0, seed=rng, record=[])
         limit = theory.bound(problem.assumptions(x0, q), gamma, p, beta, form="printed")
-        rows.append(Comparison.of(name, run, limit))
+        rows.append(BoundCheck.of(name, run, limit))
 
     steps = effort.pick(200, 2000)
     for case in cases(rng):

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from qclip import theory
 from qclip._validate import Floats
-from qclip.apps.experiments.bounded import Comparison, against_bound, probes
+from qclip.apps.experiments.bounded import BoundCheck, against_bound, probes
 from qclip.apps.experiments.claim import Effort, Outcome, claim
 from qclip.apps.experiments.suite import cases
 from qclip.apps.report.style import CYCLE, label, new_figure
@@ -56,8 +56,6 @@ class Counterexample:
         return found
 
 
-Public = dict[str, Any]
-
 COUNTEREXAMPLES = (
     Counterexample("a batch of 100, no noise at all (erratum C)", 1, 100, 0.0, 0.9, 0.2, 0.3, 20),
     Counterexample("200 dimensions, sigma_DP = 1 (erratum D)", 200, 1, 1.0, 0.5, 0.2, 0.2, 60),
@@ -100,7 +98,7 @@ def theorem2_printed(effort: Effort) -> Outcome:
     )
 
 
-def settings(effort: Effort, form: Form) -> tuple[list[Comparison], list[float]]:
+def settings(effort: Effort, form: Form) -> tuple[list[BoundCheck], list[float]]:
     """Random private runs at up to the largest step of a form, the probes, and the gains of sharp over corrected."""
     rng = effort.rng()
     rows, gains = [], []
@@ -113,7 +111,7 @@ def settings(effort: Effort, form: Form) -> tuple[list[Comparison], list[float]]
         a = problem.assumptions(x0, q)
         public = {**public, "dim": problem.dim}
         limit = theory.bound_private(a, gamma, p, beta, steps=steps, form=form, **public)
-        rows.append(Comparison.of(name, run, limit))
+        rows.append(BoundCheck.of(name, run, limit))
         if gamma < theory.max_step_private(a, p, form="corrected", **public):
             pair = [theory.bound_private(a, gamma, p, steps=steps, form=f, **public).total for f in FORMS[:2]]
             gains.append(pair[1] / pair[0])

@@ -167,7 +167,7 @@ def _grid(values: Floats) -> tuple[tuple[float, ...], ...]:
 
 
 @dataclass(frozen=True)
-class Row:
+class TrackingRow:
     """One estimator at one setting."""
 
     setting: Setting
@@ -199,12 +199,14 @@ class Size:
 QUICK = Size(("log-normal", "Pareto", "chi, 20 degrees"), 200, 4)
 
 
-def tracking(settings: Sequence[Setting] = SETTINGS, size: Size = Size(), *, seed: int = 0) -> list[Row]:  # noqa: B008
+def tracking(settings: Sequence[Setting] = SETTINGS, size: Size = Size(), *, seed: int = 0) -> list[TrackingRow]:  # noqa: B008
     """Measure every estimator at every setting."""
     return list(_rows(settings, size, seed))
 
 
-def report(out: Path | str, settings: Sequence[Setting] = SETTINGS, *, quick: bool = False, seed: int = 0) -> list[Row]:
+def report(
+    out: Path | str, settings: Sequence[Setting] = SETTINGS, *, quick: bool = False, seed: int = 0
+) -> list[TrackingRow]:
     """Measure, and write ``thresholds.md`` and ``thresholds.png`` into a folder; half a minute when ``quick``."""
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -214,13 +216,13 @@ def report(out: Path | str, settings: Sequence[Setting] = SETTINGS, *, quick: bo
     return rows
 
 
-def _rows(settings: Sequence[Setting], size: Size, seed: int) -> Iterator[Row]:
+def _rows(settings: Sequence[Setting], size: Size, seed: int) -> Iterator[TrackingRow]:
     for setting in settings:
         for number, (name, threshold) in enumerate(estimators(setting).items()):
             yield measure(name, threshold, setting, size, np.random.default_rng([seed, number]))
 
 
-def measure(name: str, threshold: Any, setting: Setting, size: Size, rng: np.random.Generator) -> Row:
+def measure(name: str, threshold: Any, setting: Setting, size: Size, rng: np.random.Generator) -> TrackingRow:
     """One estimator at one setting."""
 
     def run(law: str, path: Floats, start: float = 1.0) -> Trace:
@@ -233,7 +235,7 @@ def measure(name: str, threshold: Any, setting: Setting, size: Size, rng: np.ran
     errors = [run(law, drift).unclipped[settled:] - setting.p for law in ("log-normal", "Pareto")]
     up, down = (np.median(run("log-normal", still, start).steps_to_reach()) for start in (0.01, 100.0))
     z = setting.noise_multiplier
-    return Row(
+    return TrackingRow(
         setting=setting,
         estimator=name,
         private=threshold.private,
@@ -252,7 +254,7 @@ def up_and_down(steps: int) -> Floats:
     return np.cumsum(np.where(turns == 0, DRIFT, -DRIFT))
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[TrackingRow]) -> str:
     """The rows in Markdown."""
     lines = [
         "| B, z, p | estimator | cost | bias | error | up | down |",
@@ -270,7 +272,7 @@ def table(rows: Sequence[Row]) -> str:
 SHOWN = ("PrivateQuantile", "SlackQuantile", "HistogramQuantile", "GeometricQuantile")
 
 
-def draw(rows: Sequence[Row], *, seed: int = 0) -> Figure:
+def draw(rows: Sequence[TrackingRow], *, seed: int = 0) -> Figure:
     """One run of each private estimator through drift and jumps, and the errors of all rows."""
     figure, (left, right) = new_figure(2, width=11, height=4.0)
     _draw_run(left, Setting(256, 4, 0.5), seed)
@@ -290,7 +292,7 @@ def _draw_run(ax: Any, setting: Setting, seed: int) -> None:
     label(ax, "step", "threshold τ", title)
 
 
-def _draw_errors(ax: Any, rows: Sequence[Row]) -> None:
+def _draw_errors(ax: Any, rows: Sequence[TrackingRow]) -> None:
     settings = list(dict.fromkeys(row.setting for row in rows))
     names = list(dict.fromkeys(row.estimator for row in rows))
     colors = dict(zip(names, CYCLE, strict=False)) | {"ExactQuantile": "k", "RollingQuantile": GREY}

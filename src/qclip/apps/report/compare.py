@@ -8,13 +8,13 @@ from typing import Any
 from qclip.apps.report import words
 from qclip.apps.report.record import Record, read, short_names
 
-Row = dict[str, str]
+TableRow = dict[str, str]
 UNCOMPARED = ("out", "command", "resume")
 """Settings that differ between any two runs and explain nothing."""
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """The runs that could be read, by short name, and what was wrong with the others."""
 
     runs: Mapping[str, Record]
@@ -25,7 +25,7 @@ class Comparison:
         """The held-out metrics to compare by: the first of each run."""
         return list(dict.fromkeys(name for record in self.runs.values() for name in record.metrics[:1]))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TableRow]:
         """A row per run, as text; a column that no run fills is left out."""
         rows = [{"run": name} | self._row(record) for name, record in self.runs.items()]
         filled = {column for row in rows for column, text in row.items() if text}
@@ -45,7 +45,7 @@ class Comparison:
             "broken": [{"run": name, "error": error} for name, error in self.broken.items()],
         }
 
-    def _row(self, record: Record) -> Row:
+    def _row(self, record: Record) -> TableRow:
         summary = record.summary
         return {
             "task": words.plain(summary.task),
@@ -63,7 +63,7 @@ class Comparison:
         }
 
 
-def compare(folders: Sequence[Path]) -> Comparison:
+def compare(folders: Sequence[Path]) -> RunComparison:
     """Read the folders; what cannot be read is kept by its error."""
     runs: dict[str, Record] = {}
     broken: dict[str, str] = {}
@@ -72,10 +72,10 @@ def compare(folders: Sequence[Path]) -> Comparison:
             runs[name] = read(folder)
         except (ValueError, OSError) as error:
             broken[name] = str(error)
-    return Comparison(runs, broken)
+    return RunComparison(runs, broken)
 
 
-def constant_columns(rows: Sequence[Row]) -> Row:
+def constant_columns(rows: Sequence[TableRow]) -> TableRow:
     """What all rows have in common, where there are several."""
     if len(rows) < 2:
         return {}

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from qclip.apps.report import page
-from qclip.apps.report.compare import Comparison
+from qclip.apps.report.compare import RunComparison
 from qclip.apps.report.figures import FEW, SCALE, WIDTH, log_axis, running_mean, window
 from qclip.apps.report.record import Record
 from qclip.apps.report.run import STYLE, caption, picture
@@ -22,14 +22,14 @@ Runs = Mapping[str, Record]
 Colors = Mapping[str, Any]
 
 
-def write_comparison(comparison: Comparison, out: Path) -> Path:
+def write_comparison(comparison: RunComparison, out: Path) -> Path:
     """Write the page; returns where it is."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page.page("qclip runs compared", [STYLE, *_body(comparison)]), encoding="utf-8")
     return out
 
 
-def _body(comparison: Comparison) -> Iterator[str]:
+def _body(comparison: RunComparison) -> Iterator[str]:
     runs, rows = comparison.runs, comparison.rows()
     yield f"<h1>{len(runs)} runs compared</h1>"
     lead = "Every epsilon is that of its run alone: choosing among runs on the same data spends more, uncounted here."

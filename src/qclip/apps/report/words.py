@@ -22,13 +22,14 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
-def epsilon(value: float) -> str:
-    """An epsilon, rounded up.
+def epsilon(value: float, digits: int = 3) -> str:
+    """Format an epsilon, rounded up so that no budget looks better than it is.
 
-    >>> epsilon(2.99971), epsilon(0.0001), epsilon(math.inf)
-    ('3.000', '0.001', 'infinite')
+    >>> epsilon(2.99971), epsilon(0.0001), epsilon(math.inf), epsilon(0.51961, 4)
+    ('3.000', '0.001', 'infinite', '0.5197')
     """
-    return f"{math.ceil(1000 * value) / 1000:.3f}" if math.isfinite(value) else number(value)
+    scale = 10**digits
+    return f"{math.ceil(scale * value) / scale:.{digits}f}" if math.isfinite(value) else number(value)
 
 
 def plain(value: Any) -> str:

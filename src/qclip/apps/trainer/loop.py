@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qclip import _validate as check
 from qclip.apps.trainer.interrupt import Interrupt
-from qclip.apps.trainer.run import Run
+from qclip.apps.trainer.run import TrainerRun
 from qclip.apps.trainer.screen import Screen
 from qclip.apps.trainer.summary import summarise
 
@@ -15,7 +15,7 @@ PATIENCE = 3
 """After so many steps in a row without a finite training loss the held-out loss is looked at."""
 
 
-def train(run: Run, screen: Screen, interrupt: Interrupt) -> bool:
+def train(run: TrainerRun, screen: Screen, interrupt: Interrupt) -> bool:
     """Train to the end of the plan, or of the step in which a stop is asked for; returns whether the plan is done.
 
     A checkpoint is written before the first step, after every epoch, and at the stop. A run whose parameters or
@@ -35,7 +35,7 @@ def train(run: Run, screen: Screen, interrupt: Interrupt) -> bool:
     return done == training.num_steps
 
 
-def _rest_of_epoch(run: Run, screen: Screen, interrupt: Interrupt, losses: "RawLosses", done: int) -> int:
+def _rest_of_epoch(run: TrainerRun, screen: Screen, interrupt: Interrupt, losses: "RawLosses", done: int) -> int:
     """Steps to the end of the epoch, or to the stop; returns how many steps are done in all."""
     training = run.training
     for batch in training.loader:
@@ -76,7 +76,7 @@ class RawLosses:
         return mean
 
 
-def _step_line(run: Run, raw_loss: float) -> dict[str, Any]:
+def _step_line(run: TrainerRun, raw_loss: float) -> dict[str, Any]:
     record = run.training.history[-1]
     line = {
         "step": record.step,
@@ -89,7 +89,7 @@ def _step_line(run: Run, raw_loss: float) -> dict[str, Any]:
     return line | {"raw_loss": raw_loss} if run.settings.write_raw_loss else line
 
 
-def _score(run: Run, screen: Screen, done: int) -> None:
+def _score(run: TrainerRun, screen: Screen, done: int) -> None:
     run.held_out = _held_out(run)
     epoch = done // run.training.steps_per_epoch
     line = {"step": done, "epoch": epoch, "held_out": run.held_out, "epsilon": run.training.epsilon_curve(done)}
@@ -97,7 +97,7 @@ def _score(run: Run, screen: Screen, done: int) -> None:
     screen.score(line)
 
 
-def _held_out(run: Run) -> dict[str, float]:
+def _held_out(run: TrainerRun) -> dict[str, float]:
     score = run.task.score(run.model)
     for name, value in score.items():
         if not math.isfinite(value):
@@ -105,13 +105,13 @@ def _held_out(run: Run) -> dict[str, float]:
     return score
 
 
-def _refuse_lost_parameters(run: Run) -> None:
+def _refuse_lost_parameters(run: TrainerRun) -> None:
     for name, parameter in run.model.named_parameters():
         if not parameter.isfinite().all():
             raise _diverged(run, f"parameter {name}", "NaN or infinite")
 
 
-def _diverged(run: Run, name: str, value: object) -> ValueError:
+def _diverged(run: TrainerRun, name: str, value: object) -> ValueError:
     remedy = (
         f"training has diverged: take a lower --lr than {run.settings.lr:g} in a new run; the last good checkpoint is "
         f"in {run.folder.path}"
@@ -119,7 +119,7 @@ def _diverged(run: Run, name: str, value: object) -> ValueError:
     return check.refuse(name, value, "finite", remedy)
 
 
-def _save(run: Run) -> None:
+def _save(run: TrainerRun) -> None:
     """Write what it takes to go on from here; the metrics first, so that they are never behind the checkpoint."""
     run.folder.sync()
     run.training.save(run.folder.checkpoint_file)

@@ -18,9 +18,9 @@ from qclip.apps import data
 from qclip.apps.data import Task
 from qclip.apps.run_folder import RunFolder
 from qclip.apps.trainer.settings import Settings, agreed, from_public
+from qclip.training.dataset import dataset_size
 from qclip.training.make import make_private
 from qclip.training.run import PrivateTraining
-from qclip.training.sampling import dataset_size
 
 QUANTILES: dict[str, Callable[[float], thresholds.Threshold[Any]]] = {
     "private-quantile": thresholds.PrivateQuantile,
@@ -33,7 +33,7 @@ QUANTILES: dict[str, Callable[[float], thresholds.Threshold[Any]]] = {
 
 
 @dataclass
-class Run:
+class TrainerRun:
     """A run in memory; the training owns the state, the rest is for the record."""
 
     settings: Settings
@@ -56,7 +56,7 @@ class Run:
         return self.seconds_before + monotonic() - self.began
 
 
-def start(given: Settings, folder: RunFolder, *, overwrite: bool = False) -> Run:
+def start(given: Settings, folder: RunFolder, *, overwrite: bool = False) -> TrainerRun:
     """Set up a new run. Nothing in the folder changes before all of it is known to work."""
     given.check()
     if folder.holds_run and not overwrite:
@@ -73,7 +73,7 @@ def start(given: Settings, folder: RunFolder, *, overwrite: bool = False) -> Run
     return run
 
 
-def resume(given: Settings, folder: RunFolder) -> Run:
+def resume(given: Settings, folder: RunFolder) -> TrainerRun:
     """Take up the run of this folder where its checkpoint left it; settings that contradict it are refused."""
     summary = folder.summary()
     if summary.finished:
@@ -121,7 +121,7 @@ def _load(settings: Settings) -> Task:
     )
 
 
-def _build(settings: Settings, task: Task, folder: RunFolder) -> Run:
+def _build(settings: Settings, task: Task, folder: RunFolder) -> TrainerRun:
     examples = dataset_size(task.train)
     assert settings.batch_size is not None
     if settings.batch_size > examples:
@@ -140,13 +140,13 @@ def _build(settings: Settings, task: Task, folder: RunFolder) -> Run:
         delta=settings.delta,
         noise_multiplier=settings.noise_multiplier,
         threshold=threshold(settings),
-        normalize=not settings.plain_steps,
+        rescale_to_unit_norm=not settings.plain_steps,
         groups=settings.groups or "flat",
         physical_batch_size=settings.physical_batch_size,
         compile=settings.compile,
         seed=settings.seed,
     )
-    return Run(settings, task, model, training, folder, seeded=settings.seed is not None)
+    return TrainerRun(settings, task, model, training, folder, seeded=settings.seed is not None)
 
 
 def threshold(settings: Settings) -> thresholds.Threshold[Any]:

@@ -7,13 +7,13 @@ import torch
 
 import qclip
 from qclip.apps.run_summary import Certificate, Summary
-from qclip.apps.trainer.run import Run
+from qclip.apps.trainer.run import TrainerRun
 from qclip.thresholds import describe
 
 CONFIDENCE = 0.95
 
 
-def summarise(run: Run, *, exact: bool) -> Summary:
+def summarise(run: TrainerRun, *, exact: bool) -> Summary:
     """The summary of a run at this moment; its epsilon is rounded up a little unless ``exact``, which takes longer."""
     training, plan = run.training, run.training.plan
     done = len(training.history)
@@ -49,7 +49,7 @@ def summarise(run: Run, *, exact: bool) -> Summary:
     )
 
 
-def _certificate(run: Run) -> tuple[Certificate | None, str | None]:
+def _certificate(run: TrainerRun) -> tuple[Certificate | None, str | None]:
     """The certificate, where one is asked for; where the theorem does not cover the run, why not."""
     assumptions = run.settings.assumptions()
     if assumptions is None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qclip.engine.shared import Shared
+from qclip.engine.torch_settings import SharedContext
 
 
 def avoided() -> AbstractContextManager[None]:
@@ -114,4 +114,4 @@ CORRECTED: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = {
     torch.instance_norm: _instance_norm,
 }
 """What to run in place of a faulty function."""
-_avoided: Final = Shared(_replaced)
+_avoided: Final = SharedContext(_replaced)

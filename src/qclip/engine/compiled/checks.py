@@ -8,7 +8,6 @@ from torch import Tensor
 
 from qclip._validate import Refusal
 from qclip.engine import batch as batches
-from qclip.engine import tf32
 from qclip.engine.capture.checks import Evaluate, require_losses
 from qclip.engine.compiled.graph import Function, as_a_step_runs, inputs_of, model_tensors, outputs_of, trace
 from qclip.engine.driver import Engine, Run
@@ -18,6 +17,7 @@ from qclip.engine.gradients.plan import Plan
 from qclip.engine.proof.proof import halves, replacement
 from qclip.engine.randomness import RandomState
 from qclip.engine.result import ClippedGradients
+from qclip.engine.torch_settings import tf32_anywhere
 
 
 class Trial(NamedTuple):
@@ -144,7 +144,7 @@ class Trials:
 
     def _tolerance(self, single: float, half: float) -> float:
         rough = any(p.dtype == torch.bfloat16 for p in self._engine.parameters.values())
-        rough = rough or tf32.anywhere(self._device) or torch.is_autocast_enabled(self._device.type)
+        rough = rough or tf32_anywhere(self._device) or torch.is_autocast_enabled(self._device.type)
         return half if rough else single
 
 

@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from qclip import _validate as check
 from qclip._validate import Refusal
 from qclip.engine import batch as batches
-from qclip.engine import repeatable, tf32
 from qclip.engine.batch import to_device_async
 from qclip.engine.capture import checks
 from qclip.engine.capture.checks import Evaluate, State
@@ -36,6 +35,7 @@ from qclip.engine.gradients.plan import Plan
 from qclip.engine.proof.proof import PROOFS
 from qclip.engine.randomness import RandomState
 from qclip.engine.result import ClippedGradients
+from qclip.engine.torch_settings import determinism_level, tf32_settings
 
 MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """The modes of `torch.compile`; "reduce-overhead" and "max-autotune" replay CUDA graphs."""
@@ -131,7 +131,7 @@ class Compiled:
         if callable(clip_norm):
             self.say("the threshold looks at the batch's norms before it clips")
             return engine.clipped(evaluate, batch, clip_norm, mask=mask)
-        clip_norms = engine.groups.thresholds(clip_norm)
+        clip_norms = engine.groups.clip_norms(clip_norm)
         batch_size = batches.size(batch, mask)
         if batch_size == 0:
             return engine.clipped(evaluate, batch, clip_norm, mask=mask)
@@ -163,7 +163,7 @@ class Compiled:
         # Without the sums: with them, `recompute` would keep them alive until Python looks for cycles.
         norms, losses = by_group[:batch_size].clone(), losses[:batch_size].clone()
         result = ClippedGradients.of({}, norms, clip_norms, losses, mask, is_view)
-        read = [(x, x._version) for x in (*model, *batches.tensors(batch))]
+        read = [(x, x._version) for x in (*model, *batches.tensor_leaves(batch))]
 
         def recompute() -> ClippedGradients:
             """Replace the examples that are not finite by one that is, and do not count them.
@@ -244,8 +244,8 @@ class Compiled:
             tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else (type(x), x) for x in leaves),
             model.kinds,
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-            tf32.settings(),
-            repeatable.chosen(),
+            tf32_settings(),
+            determinism_level(),
             torch.get_num_threads(),
         )
 

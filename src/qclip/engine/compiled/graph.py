@@ -24,11 +24,11 @@ from qclip.engine.compiled.rewrites import clip_early, free_layouts, is_random, 
 from qclip.engine.driver import Engine, Run
 from qclip.engine.gradients import clipping
 from qclip.engine.gradients.costs import Method
+from qclip.engine.gradients.fallback import substituted
 from qclip.engine.gradients.parts import Parts, collect, prepare
 from qclip.engine.gradients.plan import Plan
 from qclip.engine.gradients.sites import Output, Site
 from qclip.engine.randomness import RandomState
-from qclip.engine.swapped import swapped
 
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """A step: a function of `inputs_of`, which returns the outputs of its graph."""
@@ -60,7 +60,7 @@ def model_tensors(engine: Engine) -> list[Tensor]:
 
 def inputs_of(model: Sequence[Tensor], batch: Any, is_counted: Tensor, clip_norms: Tensor) -> list[Tensor]:
     """Return the inputs of a step's graph, in order: the model's tensors, the batch's, a mask [B], clip norms [K]."""
-    return [*model, *batches.tensors(batch), is_counted, clip_norms]
+    return [*model, *batches.tensor_leaves(batch), is_counted, clip_norms]
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def trace(
         )
         start = RandomState.now(torch.device("cpu"))
         # The backward pass, too, sees the inputs as the model's tensors: a checkpointed block runs again in it.
-        with torch.enable_grad(), faults.avoided(), swapped(engine.model, parameters | constants):
+        with torch.enable_grad(), faults.avoided(), substituted(engine.model, parameters | constants):
             with capture:
                 losses = evaluate(traced_batch)
             if not start.python_unmoved():
@@ -136,15 +136,15 @@ def trace(
             with substitutes:
                 parts = collect(capture.sites, plan, losses, is_counted, parameters, after_backward=backward_ends)
         with as_a_step_runs(is_counted.device):
-            prepare(parts, engine.costs, engine.groups.stretches())  # `clip_early` frees the gradients of each phase
+            prepare(parts, engine.costs, engine.groups.memory_phases())  # gradients are freed by `clip_early`
             methods.update(_methods(parts))
             bundles = clipping.bundled(parts, engine.groups)
             norms = clipping.group_norms(parts, bundles, engine.groups, parameters, is_counted)
-            factors = clipping.clip_factors(norms, clip_norms, hasty=True)
+            factors = clipping.clip_factors(norms, clip_norms, assume_finite=True)
             sums = clipping.clipped_sums(parts, bundles, factors, engine.groups, parameters, None)
         if any(map(is_random, _nodes()[ends[0] :])):
             raise Untraceable("random numbers of the forward pass would have to be drawn again in the backward pass")
-        return *sums.values(), norms.by_group, losses.detach(), norms.finite
+        return *sums.values(), norms.by_group, losses.detach(), norms.is_finite
 
     graph = _traced(step, inputs_of(model_tensors(engine), batch, is_counted, clip_norms))
     use_recomputed(graph.graph, *ends)

@@ -1,8 +1,8 @@
-# ruff: noqa: ANN202, ARG001 - what Triton compiles has no types; a fake has the signature of its operator
+# ruff: noqa: ANN202 - what Triton compiles has no types
 """Cross entropy over many classes: losses in one pass over the scores, gradients in another.
 
-Written out in torch, the compiler takes logarithms per score instead of per row, and reads rows of a padded layer one
-element at a time.
+Written in plain torch, the compiler would take a logarithm per score instead of per row, and read the rows of a padded
+layer element by element.
 
 Shapes: R rows (examples, or positions of examples), C classes, W >= C columns. A layer that was padded for alignment
 has columns beyond the classes: they do not count, and their gradients are zero.
@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qclip.engine.kernels import installed, usable
-from qclip.engine.kernels.products import full
+from qclip.engine.kernels import installed, operator, usable
+from qclip.engine.kernels.products import as_float32
 
 if installed():
     import triton
@@ -24,26 +24,30 @@ else:
     triton = None
 
 BLOCK: Final = 2048
-"""How many scores of a row are read at once."""
+"""The scores of a row that are read at once."""
 
 
-@torch.library.custom_op("qclip::cross_entropy", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+@operator(
+    "cross_entropy",
+    fake=lambda scores, *_: tuple(as_float32(scores.new_empty(shape)) for shape in ((len(scores),), (2, len(scores)))),
+)
 def cross_entropy(
     scores: Tensor, target: Tensor, ignored: int, smoothing: float = 0.0, classes: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute the cross entropy of each row.
 
-    Differentiable in the scores, by way of the losses. All results are at least float32.
+    Autograd differentiates the losses with respect to the scores.
 
     Args:
-        scores: [R, W], of any floating-point dtype.
-        target: The class of each row, [R].
-        ignored: The target of rows whose loss is 0.
-        smoothing: The label smoothing: the part of each target that is spread evenly over all classes.
+        scores: [R, W].
+        target: the class of each row, [R].
+        ignored: the target of rows whose loss is 0.
+        smoothing: the label smoothing: the part of each target that is spread evenly over all classes.
         classes: C; None if all columns are classes.
 
     Returns:
-        The loss of each row [R]; then the row maximum and the log-sum-exp after subtracting it [2, R].
+        The loss per row [R]; then the row maximum and the log-sum-exp after subtracting it [2, R]. In float32 (float64
+        for float64).
 
     >>> cross_entropy(torch.ones(2, 8), torch.tensor([3, -100]), -100)
     (tensor([2.0794, 0.0000]), tensor([[1.0000, 1.0000],
@@ -53,14 +57,7 @@ def cross_entropy(
     return compute(scores, target, ignored, smoothing, classes)
 
 
-@cross_entropy.register_fake
-def _(
-    scores: Tensor, target: Tensor, ignored: int, smoothing: float = 0.0, classes: int | None = None
-) -> tuple[Tensor, Tensor]:
-    return full(scores.new_empty(len(scores))), full(scores.new_empty((2, len(scores))))
-
-
-@torch.library.custom_op("qclip::cross_entropy_gradients", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+@operator("cross_entropy_gradients", fake=lambda scores, *_: scores.new_empty(scores.shape))
 def cross_entropy_gradients(
     scores: Tensor,
     target: Tensor,
@@ -70,25 +67,22 @@ def cross_entropy_gradients(
     smoothing: float = 0.0,
     classes: int | None = None,
 ) -> Tensor:
-    """Compute the gradient of the losses, weighted by ``upstream`` [R], in the shape and dtype of the scores.
+    """Compute the gradients of the losses with respect to the scores, times ``upstream``.
 
-    ``sums`` is the second result of `cross_entropy`; the other arguments are the same.
+    Args:
+        scores: [R, W].
+        target: the class of each row, [R].
+        upstream: the gradient of each loss, [R].
+        sums: the second result of `cross_entropy`, [2, R].
+        ignored: the target of rows whose gradient is 0.
+        smoothing: the label smoothing.
+        classes: C; None if all columns are classes.
+
+    Returns:
+        The gradients [R, W], in the precision of the scores; 0 beyond the classes.
     """
     compute = launch_gradients if usable(scores) else twin_gradients
     return compute(scores, target, upstream, sums, ignored, smoothing, classes)
-
-
-@cross_entropy_gradients.register_fake
-def _(
-    scores: Tensor,
-    target: Tensor,
-    upstream: Tensor,
-    sums: Tensor,
-    ignored: int,
-    smoothing: float = 0.0,
-    classes: int | None = None,
-) -> Tensor:
-    return scores.new_empty(scores.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -109,7 +103,7 @@ def twin(
     scores: Tensor, target: Tensor, ignored: int, smoothing: float = 0.0, classes: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `cross_entropy` in plain torch."""
-    scores = full(scores[:, :classes])
+    scores = as_float32(scores[:, :classes])
     losses = F.cross_entropy(scores, target, ignore_index=ignored, reduction="none", label_smoothing=smoothing)
     highest = scores.amax(1) if scores.shape[0] else losses
     return losses, torch.stack([highest, (scores - highest[:, None]).exp().sum(1).log()])
@@ -127,7 +121,7 @@ def twin_gradients(
     """Compute `cross_entropy_gradients` in plain torch."""
     is_counted = target != ignored
     highest, logarithms = sums[:, :, None]
-    grads = (full(scores[:, :classes]) - highest - logarithms).exp().contiguous()  # however the scores lie
+    grads = (as_float32(scores[:, :classes]) - highest - logarithms).exp().contiguous()
     own = torch.full_like(grads[:, :1], smoothing - 1)
     grads.scatter_add_(1, torch.where(is_counted, target, 0).long()[:, None], own)
     grads -= smoothing / grads.shape[1]
@@ -138,7 +132,7 @@ def twin_gradients(
 def launch(
     scores: Tensor, target: Tensor, ignored: int, smoothing: float = 0.0, classes: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute `cross_entropy` by the kernel."""
+    """Run the kernel of `cross_entropy`."""
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     rows = len(scores)
     classes = scores.shape[1] if classes is None else classes
@@ -163,7 +157,7 @@ def launch_gradients(
     smoothing: float = 0.0,
     classes: int | None = None,
 ) -> Tensor:
-    """Compute `cross_entropy_gradients` by the kernel."""
+    """Run the kernel of `cross_entropy_gradients`."""
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     rows, width = scores.shape
     classes = width if classes is None else classes
@@ -192,7 +186,7 @@ if triton is not None:
         SMOOTHING: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """One row. Each place of a block has a maximum and sums of its own until the end."""
+        """Compute one row. Each lane of a block keeps a maximum and sums of its own until the end."""
         row = tl.program_id(0).to(tl.int64)
         scores += row * ROW
         here = tl.arange(0, BLOCK)
@@ -201,38 +195,38 @@ if triton is not None:
         plain = tl.zeros((BLOCK,), tl.float32)  # of the scores themselves, for label smoothing
         for start in range(0, C // BLOCK * BLOCK, BLOCK):
             x = tl.load(scores + start + here).to(tl.float32)
-            high, total = _taken_in(x, high, total)
+            high, total = _accumulate(x, high, total)
             if SMOOTHING > 0:
                 plain += x
-        if C % BLOCK > 0:  # apart, because a mask makes loads narrow
+        if C % BLOCK > 0:  # separate, because a mask makes loads narrow
             last = C // BLOCK * BLOCK + here
             x = tl.load(scores + last, mask=last < C, other=float("-inf")).to(tl.float32)
-            high, total = _taken_in(x, high, total)
+            high, total = _accumulate(x, high, total)
             if SMOOTHING > 0:
                 plain += tl.where(last < C, x, 0.0)
         highest = tl.max(high)
         logarithm = tl.log(tl.sum(total * tl.exp(high - _or_zero(highest))))
         place = tl.load(target + row)
-        counted = place != IGNORED
-        tl.device_assert((place >= 0) & (place < C) | (place == IGNORED), "a target is no class")
-        own = tl.load(scores + place, mask=counted, other=0.0).to(tl.float32)
-        # The maximum is subtracted from the own score first: both may be large, and their difference is exact.
+        is_counted = place != IGNORED
+        tl.device_assert((place >= 0) & (place < C) | (place == IGNORED), "a target is out of range")
+        own = tl.load(scores + place, mask=is_counted, other=0.0).to(tl.float32)
+        # First the difference of the own score and the maximum: both may be large, and their difference is exact.
         loss = logarithm - (1 - SMOOTHING) * (own - highest)
         if SMOOTHING > 0:
             loss -= SMOOTHING * (tl.sum(plain) / C - highest)
-        tl.store(losses + row, tl.where(counted, loss, 0.0))
+        tl.store(losses + row, tl.where(is_counted, loss, 0.0))
         tl.store(sums + row, highest)
         tl.store(sums + tl.num_programs(0) + row, logarithm)
 
     @triton.jit
-    def _taken_in(x, high, total):
+    def _accumulate(x, high, total):
         new = tl.maximum(high, x)
         base = _or_zero(new)
         return new, total * tl.exp(high - base) + tl.exp(x - base)
 
     @triton.jit
     def _or_zero(x):
-        """-inf - (-inf) is NaN."""
+        """Replace -inf by 0: -inf - (-inf) is NaN."""
         return tl.where(x == float("-inf"), 0.0, x)
 
     @triton.jit
@@ -249,7 +243,7 @@ if triton is not None:
         SMOOTHING: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """One block of one row."""
+        """Compute one block of one row."""
         row = tl.program_id(0).to(tl.int64)
         here = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         scores += row * ROW

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast
 
-from qclip.engine.swapped import swapped
+from qclip.engine.gradients.fallback import substituted
 
 _DIGITS = {torch.bfloat16: 0, torch.float16: 0, torch.float32: 1, torch.float64: 2}
 
@@ -28,7 +28,7 @@ def in_precision(dtype: torch.dtype, modules: Sequence[nn.Module]) -> Iterator[N
         for module in modules:
             own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             copies = {name: _copy(dtype, x) for name, x in own.items() if in_digits_of(dtype, x) is not x}
-            stack.enter_context(swapped(module, copies))
+            stack.enter_context(substituted(module, copies))
         stack.enter_context(_autocast_ignored())
         for kind in {x.device.type for module in modules for x in module.parameters()}:
             stack.enter_context(torch.autocast(kind, enabled=False))

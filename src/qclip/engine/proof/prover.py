@@ -13,11 +13,12 @@ from qclip._validate import Refusal
 from qclip.engine import batch as batches
 from qclip.engine.capture import checks
 from qclip.engine.capture.checks import Evaluate
-from qclip.engine.gradients.parts import Parts, is_rough, plain_gradients, require_totals
+from qclip.engine.gradients.parts import Parts
 from qclip.engine.gradients.plan import Plan
 from qclip.engine.proof.perturbation import movable, perturbed
 from qclip.engine.proof.precision import in_digits_of
 from qclip.engine.proof.proof import Mixing, Modes, Repetition, prove, require_owners, require_separation_in_float32
+from qclip.engine.proof.totals import is_rough, plain_gradients, require_totals
 from qclip.engine.randomness import RandomState
 
 CALLS_FOR_REFUSAL: Final = (

@@ -70,7 +70,7 @@ class Problem(ABC):
         return self.example_gradients(x, self.draw(rng, (*x.shape[:-1], count)))
 
     def point(self, x: Any, name: str = "x") -> Floats:
-        """x as an array [..., d], checked; ``name`` is what an error calls it."""
+        """X as an array [..., d], checked; ``name`` is what an error calls it."""
         x = np.asarray(x, dtype=np.float64)
         if x.ndim == 0 and self.dim == 1:
             x = x[None]

@@ -1,4 +1,4 @@
-"""Convolutions: every output position is a linear layer on the window it looks at."""
+"""Convolutions: every output position is a linear layer on its window."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,10 +24,10 @@ def convolution(
     dilation: Sizes = 1,
     groups: int = 1,
 ) -> Mapping[str, Gradient]:
-    """1 to 3 spatial dimensions, every padding; padding modes other than zeros are a separate call before this one."""
+    """Convolve in 1 to 3 dimensions, with any padding; padding modes other than zeros are a separate call before."""
     spatial = weight.dim() - 2
     if grad.dim() != spatial + 3:
-        return {}  # a single image without its batch dimension
+        return {}  # a single image without batch dimension
     strides, dilations = _each(stride, spatial), _each(dilation, spatial)
 
     def weight_gradient() -> Windows:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from qclip.training.dataset_parts import parts
+from qclip.training.dataset import parts
 from qclip.training.make import make_private
 from qclip.training.rows import Repeated
 

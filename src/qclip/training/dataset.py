@@ -1,18 +1,56 @@
-"""What a data set is made of: which items of which data sets lie below Subset, ConcatDataset and Repeated."""
+"""Data sets: how many examples they have, and which items of which data sets lie below Subset and ConcatDataset."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import ConcatDataset, Dataset, Subset
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 
 from qclip import _validate as check
 from qclip.training.rows import Repeated
 
 Places = NDArray[np.intp] | None
 """Indices; None for all, in order."""
+
+
+def dataset_size(source: Dataset[Any] | DataLoader[Any]) -> int:
+    """How many examples a data set or a DataLoader has; what cannot be sampled by index is refused."""
+    dataset = dataset_of(source)
+    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+        remedy = "Poisson sampling asks for any example by its index"
+        raise check.refuse("dataset", type(dataset).__name__, "map-style, with __len__ and __getitem__", remedy)
+    if isinstance(source, DataLoader):
+        batches = source.batch_sampler
+        sampler = batches.sampler if type(batches) is BatchSampler else batches
+        if type(sampler) not in (RandomSampler, SequentialSampler):
+            remedy = "Poisson sampling takes its place; choose examples, each once, by torch.utils.data.Subset"
+            raise check.refuse("dataset", f"a DataLoader with {type(sampler).__name__}", "without a sampler", remedy)
+    if len(dataset) == 0:
+        raise check.refuse("dataset", "empty", "of at least one example", "check where it was read from")
+    return len(dataset)
+
+
+def dataset_of(source: Dataset[Any] | DataLoader[Any]) -> Dataset[Any]:
+    """The data set itself."""
+    return source.dataset if isinstance(source, DataLoader) else source
+
+
+def reads_lists(dataset: Any) -> bool:
+    """Whether a data set is asked for a list of items at once; a Subset asks the one inside."""
+    if type(dataset) is Subset:
+        return reads_lists(dataset.dataset)
+    return bool(getattr(dataset, "__getitems__", None))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,44 @@
+"""The parser of the command line, and what happens to the errors of its subcommands."""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+
+from qclip.apps.cli.bench import BenchCommand
+from qclip.apps.cli.experiment import ExperimentCommand
+from qclip.apps.cli.plan import PlanCommand
+from qclip.apps.cli.report import ReportCommand
+from qclip.apps.cli.reproduce import ReproduceCommand
+from qclip.apps.cli.train import TrainCommand
+
+Command = (
+    Annotated[TrainCommand, tyro.conf.subcommand("train")]
+    | Annotated[ReproduceCommand, tyro.conf.subcommand("reproduce")]
+    | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
+    | Annotated[ReportCommand, tyro.conf.subcommand("report")]
+    | Annotated[ExperimentCommand, tyro.conf.subcommand("experiment")]
+    | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Parse the arguments, run the subcommand and return the exit status."""
+    command = tyro.cli(
+        Command,
+        args=arguments,
+        prog="qclip",
+        description="Private training, clipped at a quantile of gradient norms; plans, reports and the paper's claims.",
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+    errors = Console(stderr=True)
+    try:
+        return command.run(Console())
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
+        return 2
+    except KeyboardInterrupt:
+        errors.print("stopped; finished results are in the output folder")
+        return 130
