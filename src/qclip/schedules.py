@@ -1,4 +1,4 @@
-"""Schedules: functions of the step, counted from 0. A plain number is accepted wherever a schedule is."""
+"""Schedules: functions of the step, counted from 0. A number is accepted wherever a schedule is."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,33 +24,33 @@ class Polynomial:
     high: float = np.inf
 
     def __call__(self, step: int) -> float:
-        """The value at this step."""
+        """Return the value at this step."""
         return float(self.at(np.asarray(step)))
 
     def at(self, steps: np.ndarray) -> Floats:
-        """The values at many steps."""
+        """Return the values at these steps, an array of the same shape."""
         clock = (steps + 1 + self.warm_start) / (1 + self.warm_start)
         return np.clip(self.initial * clock**self.power, self.low, self.high)
 
 
 @dataclass(frozen=True)
 class Unclipped:
-    """The quantile ``p_t = 1 - h_t`` that leaves a scheduled fraction ``h_t`` clipped."""
+    """The quantile ``p_t = 1 - h_t`` for a scheduled clipped fraction ``h_t``."""
 
     clipped_fraction: Polynomial
 
     def __call__(self, step: int) -> float:
-        """The value at this step."""
+        """Return the value at this step."""
         return 1 - self.clipped_fraction(step)
 
     def at(self, steps: np.ndarray) -> Floats:
-        """The values at many steps."""
+        """Return the values at these steps, an array of the same shape."""
         return 1 - self.clipped_fraction.at(steps)
 
 
 @dataclass(frozen=True)
 class Capped:
-    """A step-size schedule held below the largest step the theorem allows at the quantile of the same step."""
+    """A step-size schedule capped at the largest step size that the theorem allows at the quantile of the same step."""
 
     step_size: Polynomial
     quantile: Unclipped
@@ -60,20 +60,20 @@ class Capped:
     form: Form
 
     def __call__(self, step: int) -> float:
-        """The value at this step."""
+        """Return the value at this step."""
         limit = max_step(self.assumptions, self.quantile(step), self.beta, self.c, self.form)
         return min(self.step_size(step), limit)
 
 
 class Coupled(NamedTuple):
-    """A step-size schedule and the quantile schedule that goes with it."""
+    """A step-size schedule and its quantile schedule."""
 
     gamma: Polynomial | Capped
     p: Unclipped
 
 
 def constant(value: float) -> Polynomial:
-    """The same value at every step.
+    """Return a schedule with the same value at every step.
 
     >>> constant(0.1)(10**6)
     0.1
@@ -84,15 +84,22 @@ def constant(value: float) -> Polynomial:
 def polynomial(
     initial: float, power: float, *, warm_start: int = 0, low: float = 0.0, high: float = np.inf
 ) -> Polynomial:
-    """``initial * (t + 1)**power``: a negative power decays, a positive one grows.
-
-    ``warm_start`` delays the change: the schedule then behaves as if its clock stood at that step already, with
-    ``initial`` still its first value. ``low`` and ``high`` clamp it.
+    """Return the schedule ``initial * (t + 1)**power``.
 
     >>> polynomial(1.0, -0.5)(3)
     0.5
     >>> polynomial(1.0, -0.5, warm_start=9)(0), polynomial(1.0, -0.5, warm_start=9)(30)
     (1.0, 0.5)
+
+    Args:
+        initial: Value at step 0.
+        power: Exponent; a negative one decays, a positive one grows.
+        warm_start: Step at which the clock starts, which slows the change down; the first value is still ``initial``.
+        low: Lower clamp.
+        high: Upper clamp.
+
+    Raises:
+        Refusal: ``initial`` lies outside [low, high], or a value is out of bounds.
     """
     initial = check.positive("initial", initial, "it is the value at step 0")
     power = check.real("power", power)
@@ -113,16 +120,27 @@ def coupled(
     beta: float | None = None,
     c: float | None = None,
 ) -> Coupled:
-    """The schedules that remove the clipping bias: ``gamma_t ~ (t+1)^(theta-1)``, ``1 - p_t ~ (t+1)^nu``.
-
-    The exponents are the best for a bounded q-th moment: the paper's (``form="printed"``) or the sharp ones, which
-    converge faster. With ``assumptions`` the step-size condition of the theorem is enforced at every step, for the
-    given ``beta`` and ``c`` (p_0/2 and p_0/4 when left out). Do not use them in a private run: as p_t nears 1 the
-    threshold and the noise grow; keep p constant there.
+    """Return the schedules that remove the clipping bias: ``gamma_t ~ (t+1)^(theta-1)``, ``1 - p_t ~ (t+1)^nu``.
 
     >>> gamma, p = coupled(2, step_size=0.5, clipped_fraction=0.4)
     >>> gamma(99), p(99)  # both exponents are -1/2 at q = 2
     (0.05, 0.96)
+
+    Do not use them in a private run: as p_t nears 1, the threshold and the noise grow. Keep p constant there.
+
+    Args:
+        q: The bounded moment, in (1, 2].
+        step_size: Step size at step 0.
+        clipped_fraction: Clipped fraction at step 0.
+        form: The exponents that are best for a bounded q-th moment: the sharp ones, which converge faster, or the
+            paper's ("printed").
+        warm_start: Step at which the clock starts, which slows the change down.
+        assumptions: With these, the step-size condition of the theorem is enforced at every step.
+        beta: Constant of that condition; p_0 / 2 when left out.
+        c: Contraction of that condition; p_0 / 4 when left out.
+
+    Raises:
+        Refusal: A value is out of bounds, or ``beta`` and ``c`` leave no step size at the first quantile.
     """
     exponents = rates(q, form)
     check.quantile("clipped_fraction", clipped_fraction)
@@ -130,8 +148,10 @@ def coupled(
     p = Unclipped(polynomial(clipped_fraction, exponents.nu, warm_start=warm_start))
     if assumptions is None:
         if beta is not None or c is not None:
-            remedy = "pass assumptions too: beta and c only serve the step-size condition"
-            raise check.refuse("beta, c", (beta, c), "left out without assumptions", remedy)
+            raise check.Refusal(
+                f"beta = {beta!r} and c = {c!r} only serve the step-size condition; pass assumptions too, or leave "
+                "them out"
+            )
         return Coupled(gamma, p)
     beta = p(0) / 2 if beta is None else beta
     c = p(0) / 4 if c is None else c
@@ -140,7 +160,9 @@ def coupled(
 
 
 def fixed(schedule: Schedule | float) -> bool:
-    """Whether its values are fixed before a run: a number, or a schedule of this module; another function may react.
+    """Return whether the values are fixed before the run, as for numbers and the schedules of this module.
+
+    Any other function may react to the run.
 
     >>> fixed(0.1), fixed(polynomial(1.0, -0.5)), fixed(lambda step: 0.1)
     (True, True, False)
@@ -151,10 +173,14 @@ def fixed(schedule: Schedule | float) -> bool:
 
 
 def values(schedule: Schedule | float | Sequence[float] | Floats, steps: int) -> Floats:
-    """The schedule's first ``steps`` values (a number is a constant schedule; one value per step is taken as it is).
+    """Return the schedule's first values, [steps].
 
     >>> values(0.5, 3)
     array([0.5, 0.5, 0.5])
+
+    Args:
+        schedule: A schedule, a number (a constant schedule), or one value per step.
+        steps: Number of values.
     """
     steps = check.count("steps", steps, "it is the number of values", least=0)
     if isinstance(schedule, Polynomial | Unclipped):

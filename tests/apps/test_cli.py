@@ -59,7 +59,7 @@ def test_plan_for_a_target_reaches_it(capsys):
     [
         (("--L", "-1", "--sigma", "1", "--gap", "1", "--steps", "10"), "L = -1.0 must be > 0"),
         (("--L", "1", "--sigma", "1", "--gap", "1", "--q", "2.5", "--steps", "10"), "q = 2.5 must be in"),
-        (("--L", "1", "--sigma", "1", "--gap", "1"), "steps, target"),
+        (("--L", "1", "--sigma", "1", "--gap", "1"), "steps = None and target = None"),
         (("--L", "1", "--sigma", "1", "--gap", "1", "--steps", "10", "--delta", "1e-5"), "--epsilon"),
         (("--L", "1", "--sigma", "1", "--gap", "1", "--steps", "10", "--epsilon", "1"), "--examples"),
         (("--L", "1", "--sigma", "nan", "--gap", "1", "--steps", "10"), "sigma = nan must be finite"),
@@ -184,7 +184,7 @@ def test_plan_says_why_no_threshold_works(capsys):
     status, out, _ = run(capsys, "plan", *arguments)
     assert status == 0
     assert "None works here" in out
-    assert "- PrivateQuantile: noise of the unclipped fraction" in out
+    assert "- PrivateQuantile: the noise on the unclipped fraction" in out
 
 
 def test_plan_for_a_target_with_noise_counts_its_steps(capsys):

@@ -45,7 +45,7 @@ def test_truncating_keeps_the_scores_of_the_steps_that_are_kept(folder):
 def test_truncating_refuses_metrics_that_lack_steps(folder):
     folder.append(step(0))
     before = folder.metrics_file.read_text()
-    with pytest.raises(ValueError, match="with 1 steps"):
+    with pytest.raises(ValueError, match="has 1 of the checkpoint's 2 steps"):
         folder.truncate(2)
     assert folder.metrics_file.read_text() == before
 
@@ -85,10 +85,10 @@ def test_an_interrupted_summary_leaves_the_old_one(folder, monkeypatch):
 
 @pytest.mark.parametrize("content", ["{", "[1]", "", "{}"], ids=["torn", "list", "empty", "nothing"])
 def test_a_summary_that_is_none_is_refused(folder, content):
-    with pytest.raises(ValueError, match=r"of a run, with a summary\.json"):
+    with pytest.raises(ValueError, match=r"not the folder of a run, with a summary\.json"):
         folder.summary()
     folder.summary_file.write_text(content)
-    with pytest.raises(ValueError, match=r"summary\.json = .* must be"):
+    with pytest.raises(ValueError, match=r"summary\.json (is not|has no)"):
         folder.summary()
 
 
@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     for path in (blocked, blocked / "below"):
-        with pytest.raises(ValueError, match=r"--out = .* must be a folder to write to, but .*file is a file"):
+        with pytest.raises(ValueError, match=r"--out = .* is not usable: .*file is a file"):
             RunFolder(path).refuse_unwritable()
     assert blocked.read_text() == "in the way"
 
@@ -118,7 +118,7 @@ def test_a_folder_without_permission_is_refused(tmp_path):
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)
     for path in (closed, closed / "a" / "b"):
-        with pytest.raises(ValueError, match="closed may not be written to"):
+        with pytest.raises(ValueError, match="closed is not writable"):
             RunFolder(path).refuse_unwritable()
 
 

@@ -81,7 +81,7 @@ def test_kernels_keep_gradients_or_form_them_twice(monkeypatch):
     assert model.choose(form_of(16), 0) == "direct"
     form = form_of(2)
     assert model.choose(form, float("inf")) == "direct"  # quicker to form than to write
-    grouped = replace(form, geometry=replace(geometry, groups=2), shape=torch.Size((64, 32, 3, 3)))
+    grouped = replace(form, geometry=geometry._replace(groups=2), shape=torch.Size((64, 32, 3, 3)))
     assert not grouped.in_kernels
     assert model.choose(grouped, 0) == "gram"  # few positions
 

@@ -604,7 +604,12 @@ def test_not_the_same_sites_twice():
 
     model = Net(forward, one=nn.Linear(D, D))
     model.turn = False
-    refuse(model, "did not do the same twice", "nothing but its inputs, its parameters and", "random numbers")
+    refuse(
+        model,
+        "two runs of the model on the same batch differ",
+        "nothing but its inputs, its parameters and",
+        "random numbers",
+    )
 
 
 def test_other_rows_at_the_parameters_of_the_proof():
@@ -659,7 +664,7 @@ def test_not_the_same_values_twice():
     """Numbers from a generator of one's own cannot be drawn again."""
     numbers = random.Random(0)
     model = Net(lambda n, x: n.one(x) * numbers.random(), one=nn.Linear(D, P))
-    refuse(model, "did not do the same twice", "random numbers")
+    refuse(model, "two runs of the model on the same batch differ", "random numbers")
 
 
 @pytest.mark.parametrize(

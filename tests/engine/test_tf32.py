@@ -103,7 +103,7 @@ def test_a_compiled_step_is_compiled_for_it(choose, monkeypatch):
     assert len(pair.driver._steps) == 2
 
 
-def test_on_a_cpu_nothing_is_doubted_because_of_it():
+def test_on_a_cpu_it_does_not_change_the_error_bound():
     exact = relative_error_bound(torch.zeros(1))
     MATMUL.fp32_precision = "tf32"
     assert relative_error_bound(torch.zeros(1)) == exact

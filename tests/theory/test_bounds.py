@@ -490,7 +490,7 @@ def test_the_smallest_quantile_of_a_run_limits_the_constants():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "steps = None must be a whole number; say how many steps run with these constants"),
+        ({}, "steps = None must be a whole number; give the number of steps with these constants"),
         ({"steps": 0}, "steps = 0 must be >= 1"),
         ({"steps": 2.5}, "steps = 2.5 must be a whole number"),
         ({"gammas": lambda t: 0.01}, "steps = None must be a whole number; a schedule gamma needs the number of steps"),

@@ -273,8 +273,8 @@ def test_a_budget_and_a_target_set_the_steps():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, r"steps, target = \(None, None\) must be given one at a time; pass steps= or target="),
-        ({"steps": 10, "target": 0.1}, r"steps, target = \(10, 0.1\) must be given one at a time"),
+        ({}, r"steps = None and target = None do not give one length; pass one of them"),
+        ({"steps": 10, "target": 0.1}, r"steps = 10 and target = 0.1 do not give one length"),
         ({"steps": 1}, "steps = 1 must be >= 2; a plan needs at least 2 steps"),
         ({"steps": 2.5}, "steps = 2.5 must be a whole number"),
         ({"target": 0}, "target = 0 must be > 0; it is a value of the mean"),
@@ -297,7 +297,7 @@ def test_refuses(arguments, message):
         ((1, 1.0, 1000), {}, r"delta = 1.0 must be in \(0, 1\); well below 1/\(dataset size\)"),
         ((1, 1e-5, 0), {}, "examples = 0 must be >= 1; it is the size of the dataset"),
         ((1, 1e-5, 10), {"batch_size": 20}, "batch_size = 20.0 must be at most examples = 10; lower the batch size"),
-        ((1, 1e-5, 10), {"noise_multiplier": 1}, "noise_multiplier = 1 must be left out when privacy is given; pass"),
+        ((1, 1e-5, 10), {"noise_multiplier": 1}, "noise_multiplier = 1 was given with privacy; pass"),
     ],
 )
 def test_refuses_budgets(budget, others, message):

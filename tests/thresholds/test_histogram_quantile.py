@@ -102,7 +102,7 @@ def test_its_noise_is_3_6_times_that_of_one_count():
 
 
 def test_noise_that_drowns_it_is_refused():
-    with pytest.raises(ValueError, match=r"noise of the unclipped fraction \(batch size 8, noise multiplier 1"):
+    with pytest.raises(ValueError, match=r"noise on the unclipped fraction .* \(batch size 8, noise multiplier 1"):
         HistogramQuantile(0.5).check(Conditions(8, 100, 1.0, (10,)))
     HistogramQuantile(0.5).check(Conditions(16, 100, 1.0, (10,)))
 

@@ -197,7 +197,7 @@ def test_less_noise_means_larger_steps():
 def test_noise_that_drowns_the_count_is_refused(conditions, p):
     facts = f"batch size {conditions.batch_size}, noise multiplier {conditions.noise_multiplier:g}"
     remedy = "larger batch, a larger noise_share, fewer groups, p nearer 0.5, or Constant"
-    with pytest.raises(ValueError, match=rf"noise of the unclipped fraction \({facts}.*<= .*{remedy}"):
+    with pytest.raises(ValueError, match=rf"noise on the unclipped fraction .*, above .* \({facts}.*{remedy}"):
         PrivateQuantile(p).check(conditions)
     PrivateQuantile(p, noise_share=30.0).check(conditions)
 

@@ -14,11 +14,11 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from qclip.engine.randomness import RandomState
 from qclip.training import data_fingerprint
 from qclip.training.data_fingerprint import SAMPLE, DataFingerprint
-from qclip.training.dataset import parts
+from qclip.training.dataset import dataset_parts
 from qclip.training.rows import Repeated
 
 SEED = np.random.SeedSequence(5)
-CHANGED = r"dataset = 'changed' must be the one that .* put back the data that the run began with"
+CHANGED = r"dataset has changed since the checkpoint .* put back the data that the run began with"
 
 
 def tensors(size=1000):
@@ -91,7 +91,7 @@ def test_labels_order_length_and_dtype_count():
 def test_rows_are_seen_below_wrappers_where_they_are_used(wrap):
     x, y = tensors()
     before = digests(wrap(TensorDataset(x, y)))["rows"]
-    used = {int(place) for part in parts(wrap(TensorDataset(x, y))) if len(part.base) == 1000
+    used = {int(place) for part in dataset_parts(wrap(TensorDataset(x, y))) if len(part.base) == 1000
             for place in (range(1000) if part.indices is None else part.indices)}  # fmt: skip
     for place in (min(used), max(used)):
         moved = x.clone()
@@ -241,5 +241,5 @@ print(DataFingerprint(items).under(np.random.SeedSequence(5))["items"])
 def test_it_is_computed_once(monkeypatch):
     found = DataFingerprint(TensorDataset(*tensors()))
     first = found.under(SEED)
-    monkeypatch.setattr(data_fingerprint, "_of_rows", lambda *_: pytest.fail("again"))
+    monkeypatch.setattr(data_fingerprint, "_rows_digest", lambda *_: pytest.fail("again"))
     assert found.under(np.random.SeedSequence(5)) == first

@@ -1,6 +1,6 @@
 """The folder of a run: its metrics, its summary, its checkpoint and its report.
 
-``metrics.jsonl`` grows by a line at each logical step and at each held-out score; ``summary.json`` and
+``metrics.jsonl`` grows by a line at each logical step and at each held-out score. ``summary.json`` and
 ``checkpoint.pt`` are replaced whole, so that an interruption at any point leaves the earlier ones. All but the
 checkpoint hold released values and held-out metrics only (and the raw training loss, on request).
 """
@@ -22,23 +22,23 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The folder of a run, to read or to write; nothing is touched before a method is called."""
+    """The folder of a run, to read or to write; only its methods touch the disk."""
 
     path: Path
 
     @property
     def metrics_file(self) -> Path:
-        """A JSON object for each step and each score."""
+        """The metrics: a JSON object for each step and each score."""
         return self.path / "metrics.jsonl"
 
     @property
     def summary_file(self) -> Path:
-        """What the run is and how far it came."""
+        """The summary of the run and of its progress."""
         return self.path / "summary.json"
 
     @property
     def checkpoint_file(self) -> Path:
-        """All it takes to go on. Secret: whoever has it can subtract the noise that is still to come."""
+        """The checkpoint to resume from. Secret: its owner can subtract the noise that is still to come."""
         return self.path / "checkpoint.pt"
 
     @property
@@ -48,64 +48,73 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was begun here."""
+        """Whether the folder has files of a run."""
         return self.summary_file.exists() or self.checkpoint_file.exists() or self.metrics_file.exists()
 
     def summary(self) -> Summary:
-        """The summary; refused where there is none, or none that can be read."""
+        """Read the summary.
+
+        Raises:
+            Refusal: There is no summary, or it cannot be read.
+        """
         remedy = "name the folder that `qclip train --out` wrote"
         try:
-            found = json.loads(self.summary_file.read_text(encoding="utf-8"))
+            content = json.loads(self.summary_file.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
-            raise check.refuse("folder", str(self.path), "of a run, with a summary.json", remedy) from None
+            raise check.Refusal(f"{self.path} is not the folder of a run, with a summary.json; {remedy}") from None
         except ValueError:
-            raise check.refuse("summary.json", str(self.summary_file), "JSON, as it was written", remedy) from None
-        if not isinstance(found, dict):
-            raise check.refuse("summary.json", str(self.summary_file), "a JSON object", remedy)
-        return Summary.from_json(found)
+            raise check.Refusal(f"{self.summary_file} is not JSON; {remedy}") from None
+        if not isinstance(content, dict):
+            raise check.Refusal(f"{self.summary_file} is not a JSON object; {remedy}")
+        return Summary.from_json(content)
 
     def steps(self) -> list[Line]:
-        """The lines of the logical steps, in order."""
+        """Read the lines of the logical steps, in order."""
         return [line for line in self._lines() if "held_out" not in line]
 
     def scores(self) -> list[Line]:
-        """The lines of the held-out scores, in order."""
+        """Read the lines of the held-out scores, in order."""
         return [line for line in self._lines() if "held_out" in line]
 
     def refuse_unwritable(self) -> None:
-        """Refuse a folder that could not be written to, before any work is done; nothing is made yet."""
+        """Refuse a folder that cannot be written to, before any work is done and without creating it."""
         nearest = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-            state = f"{nearest} may not be written to" if nearest.is_dir() else f"{nearest} is a file"
-            remedy = "choose another folder, or free this one"
-            raise check.refuse("--out", str(self.path), f"a folder to write to, but {state}", remedy)
+            reason = "is not writable" if nearest.is_dir() else "is a file"
+            raise check.Refusal(f"--out = {str(self.path)!r} is not usable: {nearest} {reason}; choose another folder")
 
     def prepare(self) -> None:
-        """Make the folder, where it is not there."""
+        """Create the folder if it does not exist."""
         self.path.mkdir(parents=True, exist_ok=True)
 
     def clear(self) -> None:
-        """Remove the files of a run; others stay. The summary goes first: without it there is no run to go on with."""
+        """Remove the files of a run and no others; the summary goes first, without which no run can be resumed."""
         for file in (self.summary_file, self.checkpoint_file, self.metrics_file, self.report_file):
             file.unlink(missing_ok=True)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Add a line to the metrics."""
+        """Append a line to the metrics."""
         with self.metrics_file.open("a", encoding="utf-8") as stream:
             stream.write(_dumps(line) + "\n")
 
     def sync(self) -> None:
-        """Have the metrics on the disk, so that no checkpoint that is written later knows more steps than they do."""
+        """Flush the metrics to the disk, so that no later checkpoint has more steps than they do."""
         with self.metrics_file.open("a", encoding="utf-8") as stream:
             os.fsync(stream.fileno())
 
     def truncate(self, done: int) -> None:
-        """Drop the lines of what happened after the first ``done`` steps: they will happen again."""
+        """Drop the lines after the first ``done`` steps, which will run again.
+
+        Raises:
+            Refusal: The metrics have fewer steps than that.
+        """
         kept = [line for line in self._lines() if line["step"] < done + ("held_out" in line)]
         steps = sum("held_out" not in line for line in kept)
         if steps != done:
-            remedy = "put back the file that belongs to the checkpoint"
-            raise check.refuse("metrics.jsonl", f"with {steps} steps", f"of the checkpoint's {done}", remedy)
+            raise check.Refusal(
+                f"{self.metrics_file} has {steps} of the checkpoint's {done} steps; restore the file that belongs to "
+                "the checkpoint"
+            )
         replace_text(self.metrics_file, "".join(_dumps(line) + "\n" for line in kept))
 
     def write_summary(self, summary: Summary) -> None:
@@ -113,7 +122,7 @@ class RunFolder:
         replace_text(self.summary_file, _dumps(summary.as_json(), indent=1) + "\n")
 
     def _lines(self) -> list[Line]:
-        """All lines; the last one is left out when it was torn by an interruption."""
+        """Read all lines, without a last line that an interruption cut off."""
         if not self.metrics_file.exists():
             return []
         *whole, _torn = self.metrics_file.read_text(encoding="utf-8").split("\n")
@@ -121,13 +130,13 @@ class RunFolder:
 
     def _line(self, text: str, number: int) -> Line:
         try:
-            found = json.loads(text)
+            line = json.loads(text)
         except ValueError:
-            found = None
-        if not isinstance(found, dict) or not isinstance(found.get("step"), int):
-            remedy = "put back the file as it was written"
+            line = None
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            remedy = "restore the file as the run wrote it"
             raise check.refuse(f"{self.metrics_file}, line {number}", text[:40], "a JSON object with a step", remedy)
-        return found
+        return line
 
 
 def _dumps(value: object, *, indent: int | None = None) -> str:
@@ -135,7 +144,7 @@ def _dumps(value: object, *, indent: int | None = None) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same value with null for what JSON cannot say: infinities and NaN."""
+    """Return the value with None for infinities and NaN, which JSON does not have."""
     match value:
         case float():
             return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The summary of a run, summary.json: its one definition, for whoever writes it and whoever reads it."""
+"""The summary of a run, summary.json: its one definition, for writers and readers."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -10,88 +10,90 @@ from qclip import _validate as check
 
 @dataclass(frozen=True)
 class Certificate:
-    """What the run is known to have achieved: a bound, in its terms."""
+    """The certificate of a finished run: a bound and its terms."""
 
     total: float
     optimisation: float
     variance: float
     bias: float
     confidence: float
-    """In the noisy fractions."""
+    """Confidence in the margins of the noisy fractions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a run is, how far it came, and what it achieved. Released and held-out values only."""
+    """The settings, progress and results of a run. Released and held-out values only."""
 
     epsilon: float | None
-    """Spent; None where it is infinite."""
+    """Epsilon spent; None where it is infinite."""
     delta: float
     private: bool
     accuracy: float | None
-    """Held-out, where it is among the metrics."""
+    """Held-out accuracy; None where it is not among the metrics."""
     held_out: dict[str, float]
     """The last held-out score."""
     finished: bool
     steps: int
-    """Done."""
+    """Steps done."""
     num_steps: int
-    """Of the plan."""
+    """Steps planned."""
     seconds: float
     task: str
     description: str
     examples: int
     batch_size: int
-    """Expected."""
+    """Expected batch size."""
     sample_rate: float
     noise_multiplier: float
-    """Of gradient and counts together."""
+    """Noise multiplier of gradient and counts together."""
     gradient_noise_multiplier: float
     threshold: dict[str, Any]
-    """Its name and its settings."""
+    """Name and settings of the threshold."""
     lost_threshold: str
-    """Since when it has lost its quantile, and what to do; empty where it has not."""
+    """The step since which the threshold has lost its quantile, and the remedy; empty where it has not."""
     groups: list[str]
     parameters: int
-    """Trainable."""
+    """Trainable parameters."""
     settings: dict[str, Any]
-    """As the command line has them, less the seed."""
+    """The settings of the command line, without the seed."""
     seeded: bool
-    """Whether it began with a seed that someone knows."""
+    """Whether the run began with a given seed."""
     command: str
     versions: dict[str, str]
     certificate: Certificate | None
     certificate_refused: str | None
-    """Why there is none, where one was asked for."""
+    """Why a requested certificate was refused."""
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as JSON has it."""
+        """Return the summary as JSON values."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Self:
-        """What was written; refused by name where a part is missing, unknown or of another kind."""
-        values = _checked(cls, found)
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Return the summary from JSON values; missing, unknown and ill-typed fields are refused by name."""
+        values = _checked(cls, content)
         if values["certificate"] is not None:
             values["certificate"] = Certificate(**_checked(Certificate, values["certificate"], "certificate."))
         return cls(**values)
 
 
-def _checked(kind: type, found: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """The values of the fields of a dataclass."""
+def _checked(kind: type, content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of the fields of a dataclass, or refuse them."""
     hints = get_type_hints(kind)
-    remedy = "put back the file as the run wrote it, or use the version of qclip that wrote it"
+    remedy = "restore the file as the run wrote it, or use the version of qclip that wrote it"
     names = [field.name for field in fields(kind)]
-    for name in [*names, *found]:
-        if name not in found or name not in names:
-            raise check.refuse("summary.json", f"with{'' if name in found else 'out'} {where}{name}", "a run's", remedy)
-        if not _fits(found[name], hints[name]):
-            raise check.refuse(f"{where}{name} in summary.json", found[name], "of the kind that a run writes", remedy)
-    return dict(found)
+    for name in [*names, *content]:
+        if name not in content:
+            raise check.Refusal(f"summary.json has no {prefix}{name}; {remedy}")
+        if name not in names:
+            raise check.Refusal(f"summary.json has an unknown field {prefix}{name}; {remedy}")
+        if not _fits(content[name], hints[name]):
+            raise check.Refusal(f"{prefix}{name} = {content[name]!r} in summary.json has the wrong type; {remedy}")
+    return dict(content)
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether a value of a JSON file can be of this type: its outermost layer."""
+    """Return whether a JSON value matches the outermost layer of a type."""
     if get_origin(hint) is UnionType:
         return any(_fits(value, each) for each in get_args(hint))
     if hint is NoneType or hint is None:

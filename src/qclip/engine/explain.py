@@ -122,12 +122,9 @@ def _norm_method(part: Part) -> str:
         return f"{part.form.ids.shape[1]} rows"
     if not isinstance(part.form, Products):
         return ""
-    positions = part.form.dims.positions
-    return (
-        "1 position, product of two lengths"
-        if positions == 1
-        else f"{positions} positions, {part.method or 'cheapest'}"
-    )
+    if part.form.dims.positions == 1:
+        return "1 position, product of two lengths"
+    return f"{part.form.dims.positions} positions, {part.method or 'cheapest'}"
 
 
 def _stand_in(outputs: Any, batch_size: int) -> Tensor:

@@ -74,7 +74,17 @@ def clipped(
     mask: Tensor | None = None,
     shared_forward: bool = False,
 ) -> ClippedGradients:
-    """Return the clipped sum for ``evaluate(batch)``, which returns one loss per example."""
+    """Return the clipped sum for a function from a batch to its losses.
+
+    Args:
+        model: the model.
+        evaluate: ``evaluate(batch)`` runs the model and returns one loss per example, [B].
+        batch: the batch.
+        clip_norm: as in `clipped_gradients`, like the arguments below.
+        groups: the groups of parameters.
+        mask: [B].
+        shared_forward: run the batch through the model once.
+    """
     mask = batches.full_mask(batches.size(batch, mask), mask, _device(model))
     examples = per_example(model, evaluate, batch, mask=mask, shared_forward=shared_forward)
     return clip(model, examples, clip_norm, groups=groups, mask=mask)
@@ -96,7 +106,7 @@ def per_example(
     mask: Tensor | None = None,
     shared_forward: bool = False,
 ) -> Iterator[Example]:
-    """Yield the raw gradients of the examples, one after the other."""
+    """Yield the loss and the raw gradient of each example; the arguments are those of `clipped`."""
     parameters = _trainable(model)
     batch_size = batches.size(batch, mask)
     with _exact():
@@ -125,7 +135,15 @@ def clip(
     groups: GroupSpec = "flat",
     mask: Tensor | None = None,
 ) -> ClippedGradients:
-    """Return the sum of these gradients, each clipped; examples where ``mask`` [B] is false add nothing."""
+    """Return the sum of these gradients, each clipped.
+
+    Args:
+        model: the model, for its parameters.
+        examples: the raw gradients (`per_example`).
+        clip_norm: one clip norm, or one per group.
+        groups: the groups of parameters.
+        mask: [B]; examples where it is false add nothing.
+    """
     parameters, device = _trainable(model), _device(model)
     partitioned = partition(parameters, groups)
     clip_norms = partitioned.clip_norms(clip_norm)

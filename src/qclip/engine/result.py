@@ -45,7 +45,16 @@ class ClippedGradients:
         mask: Tensor,
         is_view: bool = False,
     ) -> "ClippedGradients":
-        """Return a result from group norms [B, K] that are infinite where an example is masked or not finite."""
+        """Return a result from norms that are infinite where an example is masked or not finite.
+
+        Args:
+            sums: the clipped sum of each parameter.
+            group_norms: the norms by group, [B, K].
+            clip_norms: the clip norm of each group.
+            losses: the loss of each example, [B].
+            mask: the examples that count, [B].
+            is_view: whether the next step overwrites the sums.
+        """
         group_norms = torch.where(mask[:, None], group_norms, 0)
         norms = torch.linalg.vector_norm(group_norms, dim=1)
         return ClippedGradients(sums, norms, group_norms, clip_norms, losses, mask, is_view)
@@ -72,6 +81,6 @@ class ClippedGradients:
         Returns:
             The counts [K, M], int64.
         """
-        limits = to_device_async(torch.tensor(radii, dtype=self.group_norms.dtype), self.group_norms.device)
+        bounds = to_device_async(torch.tensor(radii, dtype=self.group_norms.dtype), self.group_norms.device)
         norms = self.group_norms[:, :, None]
-        return ((norms <= limits) & norms.isfinite() & self.mask[:, None, None]).sum(0)
+        return ((norms <= bounds) & norms.isfinite() & self.mask[:, None, None]).sum(0)

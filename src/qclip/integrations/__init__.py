@@ -1,1 +1,1 @@
-"""Other libraries: one thin module for each. Optional imports live here and nowhere else."""
+"""Integrations of other libraries: one thin module for each. Their optional imports live here and nowhere else."""

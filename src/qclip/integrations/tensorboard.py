@@ -1,4 +1,4 @@
-"""TensorBoard: the released values of a private run, as it goes."""
+"""A TensorBoard log of the released values of a private run."""
 
 from typing import Protocol
 
@@ -8,7 +8,7 @@ from qclip.training.run import PrivateTraining
 
 
 class Writer(Protocol):
-    """The part of ``torch.utils.tensorboard.SummaryWriter`` that is used (``pip install 'qclip[tensorboard]'``)."""
+    """The method of ``torch.utils.tensorboard.SummaryWriter`` that is used (``pip install 'qclip[tensorboard]'``)."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
         """Write one number."""
@@ -16,24 +16,30 @@ class Writer(Protocol):
 
 
 class Loss(Protocol):
-    """What `PrivateTraining.step` and `PrivateTraining.loss` return."""
+    """The return value of `PrivateTraining.step` and `PrivateTraining.loss`."""
 
     def item(self) -> float:
-        """The mean loss of the batch."""
+        """Return the mean loss of the batch."""
         ...
 
 
 class TensorBoardLog:
-    """Writes each logical step: the thresholds, the noisy fractions left unclipped, the step size, epsilon so far.
-
-    These are released values: whoever reads them learns nothing that epsilon does not cover. (It is rounded up between
-    the points of `PrivateTraining.epsilon_curve`, and exact at the last step.) The training loss is not released; it is
-    written only to a log made with ``raw_loss=True``, and epsilon does not cover such a log.
+    """A log of each logical step: thresholds, noisy unclipped fractions, step size, and epsilon so far.
 
         log = TensorBoardLog(training, SummaryWriter("runs/first"))
         for batch in training.loader:
             training.step(batch)
             log.write()
+
+    - All of these values are released: epsilon covers a reader of the log. (It is rounded up between the points of
+      `PrivateTraining.epsilon_curve`, and exact at the last step.)
+    - The training loss is not released. It is written only with ``raw_loss=True``, and epsilon does not cover such a
+      log.
+
+    Args:
+        training: The private run.
+        writer: A SummaryWriter.
+        raw_loss: Whether `write` accepts the raw training loss.
     """
 
     def __init__(self, training: PrivateTraining, writer: Writer, *, raw_loss: bool = False) -> None:
@@ -44,8 +50,12 @@ class TensorBoardLog:
     def write(self, *, raw_loss: Loss | None = None) -> None:
         """Write the logical steps done since the last call, or since the log was made.
 
-        raw_loss: what ``training.step(batch)`` or ``training.loss(batch)`` returned, at every physical batch; their
-        mean over the logical step is written.
+        Args:
+            raw_loss: The return value of ``training.step(batch)`` or ``training.loss(batch)``, at every physical batch;
+                their mean over the logical step is written.
+
+        Raises:
+            Refusal: ``raw_loss`` was given to a log made without ``raw_loss=True``.
         """
         if raw_loss is not None:
             self._note(raw_loss)
@@ -60,8 +70,10 @@ class TensorBoardLog:
 
     def _note(self, raw_loss: Loss) -> None:
         if not self._shows_loss:
-            remedy = "make the log with raw_loss=True if nobody else reads it, or leave it out"
-            raise check.refuse("raw_loss", "given", "left out: it is not released, and files last", remedy)
+            raise check.Refusal(
+                "raw_loss is not a released value, and log files last; leave it out, or make the log with "
+                "raw_loss=True if nobody else reads it"
+            )
         self._raw_losses.append(raw_loss.item())
 
     def _write_record(self, record: StepRecord) -> None:

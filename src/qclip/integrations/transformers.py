@@ -1,8 +1,8 @@
 """Hugging Face models: losses for ``make_private(per_example_loss=...)``, and batches of one fixed length.
 
-A model of `transformers` returns the mean over the labels of a whole batch, which divides one example's loss by the
-number of labels of the others. The losses here are means over each example's own labels; an example by itself has the
-loss that the model would give it. Batches are mappings with ``labels``, as its collate functions make them.
+A model of `transformers` returns the mean over all labels of a batch, which divides one example's loss by the number of
+labels of the others. The losses here are means over each example's own labels; a batch of one example has the loss of
+the model. Batches are mappings with ``labels``, as the collate functions of `transformers` make them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,17 +22,21 @@ except ModuleNotFoundError as missing:
     raise ModuleNotFoundError("transformers is not installed; pip install 'qclip[transformers]'") from missing
 
 IGNORED = -100
-"""The label that does not count."""
+"""The label of positions that do not count."""
 
 Batch = Mapping[str, Any]
 
 
 def causal_lm_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean cross entropy of each example's next tokens, [B].
+    """Return the mean cross entropy of each example's next tokens, [B].
 
-    ``batch["labels"]``, [B, T], are the ids themselves, not shifted; those equal to -100 do not count, and an example
-    without any other has loss 0. What the model adds to its own loss, such as a term that balances experts over the
-    batch, is left out: it mixes examples.
+    Terms that the model adds to its own loss, such as one that balances experts over the batch, are left out: they mix
+    examples.
+
+    Args:
+        model: A causal language model.
+        batch: Its inputs, and ``labels`` [B, T]: the ids, not shifted. Labels of -100 do not count, and an example
+            without any other label has loss 0.
     """
     labels = batch["labels"]
     logits = model(**_without_labels(batch)).logits
@@ -40,28 +44,36 @@ def causal_lm_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def seq2seq_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean cross entropy of each example's target tokens, [B]; labels of -100 do not count.
+    """Return the mean cross entropy of each example's target tokens, [B].
 
-    The decoder reads ``batch["decoder_input_ids"]`` where given, and otherwise what the model makes of the labels
-    (shifted by one, behind its start token).
+    Args:
+        model: An encoder-decoder model.
+        batch: Its inputs, and ``labels`` [B, T]; labels of -100 do not count. Without ``decoder_input_ids`` the model
+            makes them from the labels (shifted by one, behind its start token).
     """
     given = _without_labels(batch) if "decoder_input_ids" in batch else batch
     return _mean_over_labels(model(**given).logits, batch["labels"])
 
 
 def token_classification_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean cross entropy of each example's labelled tokens, [B]: tags, or the masked tokens of a language model.
+    """Return the mean cross entropy of each example's labelled tokens, [B]: tags, or masked tokens.
 
-    ``batch["labels"]``, [B, T], stand where their tokens are; those equal to -100 do not count.
+    Args:
+        model: A token classifier or a masked language model.
+        batch: Its inputs, and ``labels`` [B, T] at the positions of their tokens; labels of -100 do not count.
     """
     return _mean_over_labels(model(**_without_labels(batch)).logits, batch["labels"])
 
 
 def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss of each example's class, classes or numbers, [B], whatever the examples are (texts, images, sound).
+    """Return the loss of each example's class, classes or regression targets, [B], for texts, images or sound.
 
-    The model's ``config.problem_type`` decides, or, where it has none, what `transformers` would take: regression for
-    one output, one class per example for whole labels [B], and several for labels [B, classes] of zeros and ones.
+    The model's ``config.problem_type`` selects the loss. Without one the choice is that of `transformers`: regression
+    for one output, one class per example for integer labels [B], and several for labels [B, classes] of zeros and ones.
+
+    Args:
+        model: A classifier or a regression model.
+        batch: Its inputs, and ``labels``.
     """
     labels = batch["labels"]
     logits = model(**_without_labels(batch)).logits.float()
@@ -76,16 +88,16 @@ def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class FixedLength:
-    """A collate function: every example padded behind, or cut off, to a public length; made by `fixed_length`."""
+    """A collate function that pads or truncates every example to a public length; made by `fixed_length`."""
 
     pad_id: int
     lengths: tuple[int, ...]
-    """Ascending; the shortest that holds the whole batch, or the last."""
+    """Ascending. A batch takes the shortest that holds all of it, or the last."""
     label_length: int | None
-    """Of labels; None for that of the texts."""
+    """Length of the labels; None for that of the texts."""
 
     def __call__(self, examples: Sequence[Any]) -> dict[str, Tensor]:
-        """The batch of these examples, one row each."""
+        """Return the batch of these examples, one row each."""
         parts = [self._parts(example) for example in examples]
         longest = max(len(each["input_ids"]) for each in parts)
         length = next((length for length in self.lengths if length >= longest), self.lengths[-1])
@@ -97,8 +109,10 @@ class FixedLength:
         parts = {name: _tensor(name, value) for name, value in given.items()}
         ids = parts["input_ids"]
         if ids.dim() != 1:
-            remedy = "give the collate function one example at a time, without a dimension for the batch"
-            raise check.refuse("input_ids", f"of shape {tuple(ids.shape)}", "of shape [tokens]", remedy)
+            raise check.Refusal(
+                f"input_ids has shape {tuple(ids.shape)} instead of [tokens]; give the collate function single "
+                "examples, without a batch dimension"
+            )
         real = parts.setdefault("attention_mask", torch.ones_like(ids))
         parts.setdefault("labels", torch.where(real.bool(), ids, IGNORED))
         return parts
@@ -115,34 +129,44 @@ class FixedLength:
 def fixed_length(
     tokenizer_or_pad_id: Any, length: int | Sequence[int], *, label_length: int | None = None
 ) -> FixedLength:
-    """A collate function for a DataLoader: pads every example behind, or cuts it off, to ``length`` tokens.
-
-    Fixed shapes are proven once and compiled once; a batch padded to its own longest text has a new shape nearly every
-    time. Of several lengths a batch takes the shortest that holds all of it (or the longest of them): each is proven
-    and compiled by itself, and the model must mask padding exactly, since the longest text decides about the others.
-    Examples are lists of ids, or mappings with ``input_ids`` and whatever
-    else has one whole number per token. Padding has attention 0 and label -100. Where there are no labels they are the
-    ids, as causal language models want them; one label per example, and vectors of floats, stay as they are.
-
-    tokenizer_or_pad_id: a tokenizer with a padding token, or the id to pad with. Padding is masked, so any id will do,
-        except for classifiers on top of a decoder, which look for the last token that is not the model's padding.
-    length: public: chosen without a look at the texts, or from what may be known about them.
-    label_length: of the labels, where they are a text of their own (`seq2seq_loss`); ``length`` when left out.
+    """Return a collate function that pads or truncates every example at its end to ``length`` tokens.
 
     >>> batch = fixed_length(0, 4)([[5, 6, 7], [5, 6, 7, 8, 9]])
     >>> batch["input_ids"].tolist(), batch["attention_mask"].tolist()
     ([[5, 6, 7, 0], [5, 6, 7, 8]], [[1, 1, 1, 0], [1, 1, 1, 1]])
     >>> batch["labels"].tolist()
     [[5, 6, 7, -100], [5, 6, 7, 8]]
+
+    - Fixed shapes are proven once and compiled once; a batch padded to its own longest text has a new shape nearly
+      every time.
+    - Of several lengths a batch takes the shortest that holds all of it, or the longest of them. Each is proven and
+      compiled by itself. The model must then mask padding exactly, since the longest text decides about the others.
+    - Examples are lists of ids, or mappings with ``input_ids`` and anything else that has one integer per token.
+    - Padding has attention 0 and label -100. Without labels the ids become the labels, as causal language models
+      expect. One label per example, and vectors of floats, stay unchanged.
+
+    Args:
+        tokenizer_or_pad_id: A tokenizer with a padding token, or the id to pad with. Padding is masked, so any id will
+            do, except for classifiers on top of a decoder, which look for the last token that is not the model's
+            padding.
+        length: One public length, or several: chosen without looking at the texts, or from public knowledge of them.
+        label_length: Length of the labels, where they are a text of their own (`seq2seq_loss`); ``length`` when left
+            out.
+
+    Raises:
+        Refusal: The tokenizer has no padding token, or a length is not positive.
     """
     pad_id = tokenizer_or_pad_id if isinstance(tokenizer_or_pad_id, int) else tokenizer_or_pad_id.pad_token_id
     if pad_id is None:
-        remedy = "pass an id instead, such as tokenizer.eos_token_id: padding is masked"
-        raise check.refuse("tokenizer.pad_token_id", None, "the id of a token", remedy)
+        raise check.Refusal(
+            "tokenizer.pad_token_id is None; pass an id instead, such as tokenizer.eos_token_id: padding is masked"
+        )
     pad_id = check.count("pad_id", pad_id, "it is the id of a token", least=0)
     given = [length] if isinstance(length, int) else list(length)
     if not given:
-        raise check.refuse("length", length, "one number of tokens or several", "such as 128, or [64, 128, 256]")
+        raise check.Refusal(
+            f"length = {length!r} is empty; pass one number of tokens or several, such as [64, 128, 256]"
+        )
     lengths = sorted({check.count("length", each, "it is the number of tokens of every example") for each in given})
     label_length = None if label_length is None else check.count("label_length", label_length)
     return FixedLength(pad_id, tuple(lengths), label_length)
@@ -162,7 +186,7 @@ def _without_labels(batch: Batch) -> dict[str, Any]:
 
 
 def _mean_over_labels(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of logits [B, T, V] at labels [B, T], a mean over those of each example that count, [B]."""
+    """Return the cross entropy of logits [B, T, V] at labels [B, T], averaged over each example's own labels, [B]."""
     losses = F.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
     return losses.sum(1) / (labels != IGNORED).sum(1).clamp_min(1)
 
@@ -177,7 +201,7 @@ def _problem_type(model: nn.Module, logits: Tensor, labels: Tensor) -> str:
 
 
 def _register_batches() -> None:
-    """Let the engine see into what tokenizers and collate functions of `transformers` return."""
+    """Register BatchEncoding, the batch type of `transformers`, so that the engine finds the tensors inside."""
     if BatchEncoding not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(
             BatchEncoding,

@@ -89,8 +89,9 @@ def simulate(
     With ``p`` the method is QC-SGD (DP-QC-SGD with ``noise_multiplier``), with ``tau`` it is SGD clipped at a given
     threshold, and with neither it is plain SGD.
 
-    >>> from qclip.problems import HeavyTailedQuadratic, Gaussian
-    >>> run = simulate(HeavyTailedQuadratic(2, Gaussian(0.1)), step_size=0.1, p=0.5, steps=200, x0=[1.0, 1.0])
+    >>> from qclip import problems
+    >>> problem = problems.HeavyTailedQuadratic(2, problems.Gaussian(0.1))
+    >>> run = simulate(problem, step_size=0.1, p=0.5, steps=200, x0=[1.0, 1.0])
     >>> bool(run.grad_norm2[-1].mean() < 0.01 < run.grad_norm2[0].mean())
     True
 

@@ -1,4 +1,4 @@
-"""The paper's statements, their corrections and our sharper ones, as functions of numbers (no torch).
+"""The theorems of the paper, their corrections and our sharper versions, as functions of numbers. Needs no torch.
 
 docs/theory.md states and proves each of them. Everywhere ``form`` is "sharp" (the default), "corrected" (the paper's
 argument, repaired) or "printed" (the paper's text; false for Theorem 2).

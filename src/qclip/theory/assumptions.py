@@ -1,4 +1,4 @@
-"""What the analysis assumes of a problem."""
+"""The assumptions of the analysis."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,17 @@ from qclip import _validate as check
 class Assumptions:
     """Assumptions 1 and 2 of the paper, as numbers.
 
-    ``L``: the smoothness of f.  ``sigma``: a bound on ``(E ||g - grad f||^q)^(1/q)`` at every point (the paper's
-    sigma_q).  ``q`` in (1, 2]: the moment that is bounded; 2 is bounded variance.  ``gap``: ``f(x0) - inf f``.
-
     >>> Assumptions(L=1, sigma=0.5, q=2, gap=3)
     Assumptions(L=1.0, sigma=0.5, q=2.0, gap=3.0)
+
+    Args:
+        L: Smoothness constant of f.
+        sigma: Bound on ``(E ||g - grad f||^q)^(1/q)`` at every point (the paper's sigma_q).
+        q: The bounded moment, in (1, 2]; 2 is bounded variance.
+        gap: ``f(x0) - inf f``.
+
+    Raises:
+        Refusal: A value is out of bounds.
     """
 
     L: float
@@ -33,6 +39,6 @@ class Assumptions:
 
 
 def moment(q: object) -> float:
-    """The moment q, checked to lie in (1, 2]."""
+    """Return the moment q, or refuse one outside (1, 2]."""
     remedy = "use 2 when the variance is bounded, less for heavier tails (a bounded q-th moment bounds lower ones)"
     return check.between("q", q, 1, 2, remedy, closed="high")

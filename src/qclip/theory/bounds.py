@@ -26,15 +26,19 @@ from qclip.theory.rates import FORMS, Form
 
 Sampling = Literal["poisson", "iid"]
 PerStep = float | Sequence[float] | Floats | Callable[[int], float]
-"""A number, one number per step, or a schedule (a function of the step)."""
+"""A number, one number per step, or a schedule: a function of the step."""
 
 
 @dataclass(frozen=True)
 class Bound:
     """A bound on the gamma-weighted mean of ``E ||grad f||^2``, term by term, already divided by c.
 
-    ``optimisation`` shrinks with the number of steps, ``variance`` with the step size, ``bias`` with the clipped
-    fraction. ``beta`` and ``c`` are the constants of the theorem that it was evaluated at.
+    Attributes:
+        optimisation: The term that shrinks with the number of steps.
+        variance: The term that shrinks with the step size.
+        bias: The term that shrinks with the clipped fraction.
+        beta: The constant of the theorem that the bound was evaluated at.
+        c: The contraction that the bound was evaluated at.
     """
 
     optimisation: float
@@ -45,7 +49,7 @@ class Bound:
 
     @property
     def total(self) -> float:
-        """The bound: the three terms together."""
+        """The bound: the sum of its three terms."""
         return self.optimisation + self.variance + self.bias
 
     @property
@@ -54,16 +58,16 @@ class Bound:
         return max(("optimisation", "variance", "bias"), key=lambda term: getattr(self, term))
 
     def one_run(self, confidence: float = 0.95) -> float:
-        """What a single run stays below with this probability, by Markov's inequality on the expectation.
+        """Return a bound on a single run that holds with this probability, by Markov's inequality on the expectation.
 
-        For a `certificate`, whose value is itself a record, see the condition in its docstring.
+        For a `certificate`, whose value depends on the record, see the condition in its docstring.
         """
         return self.total / (1 - check.between("confidence", confidence, 0, 1, "0.95 is usual"))
 
 
 @dataclass(frozen=True)
 class TheoremForm:
-    """One form of the theorem (see the module's docstring for where each field stands)."""
+    """One form of the theorem; the module's docstring shows where each field enters."""
 
     weight: float
     drag: float
@@ -72,11 +76,11 @@ class TheoremForm:
     variance: Callable[[Floats, Floats], Floats]  # v(h_lo, h_hi): 1 - p_lo, and 1 - p_hi in negative powers
 
     def contraction(self, gamma_L: Floats, p: Floats, beta: float | Floats) -> Floats:
-        """What is left of the descent at each step."""
+        """Return the contraction c_t(beta) of each step."""
         return self.weight * (p - beta / 2 - gamma_L * (self.drag + self.curvature * p * (p - beta)))
 
     def largest_step(self, p: Floats, beta: float = 0.0, c: float = 0.0) -> Floats:
-        """The largest gamma L whose contraction is at least c."""
+        """Return the largest gamma L whose contraction is at least c."""
         drag = self.drag + self.curvature * p * (p - beta)
         with np.errstate(divide="ignore"):  # without drag only the cap is left
             return np.minimum(self.step_cap, (p - beta / 2 - c / self.weight) / drag)
@@ -110,7 +114,7 @@ def _sharp(a: Assumptions, batch_size: float, noise_multiplier: float, dim: int,
 
 
 def _plain_form(a: Assumptions, form: Form) -> TheoremForm:
-    """QC-SGD: one example a step and no noise."""
+    """Return the form for QC-SGD: one example a step and no noise."""
     if check.choice("form", form, FORMS) == "printed":
         return _theorem1(a)
     return private_form(a, batch_size=1, noise_multiplier=0, dim=1, form=form, sampling="iid")
@@ -119,7 +123,7 @@ def _plain_form(a: Assumptions, form: Form) -> TheoremForm:
 def private_form(
     a: Assumptions, *, batch_size: float, noise_multiplier: float, dim: int, form: Form, sampling: Sampling
 ) -> TheoremForm:
-    """The form of the theorem for DP-QC-SGD with these public constants."""
+    """Return the form of the theorem for DP-QC-SGD with these public constants."""
     batch_size = check.positive("batch_size", batch_size, "it is the expected number of examples a step")
     noise_multiplier = check.nonnegative("noise_multiplier", noise_multiplier, "0 means no noise")
     dim = check.count("dim", dim, "it is the number of trainable parameters")
@@ -134,14 +138,25 @@ def private_form(
 def max_step(
     a: Assumptions, p: float, beta: float | None = None, c: float | None = None, form: Form = "sharp"
 ) -> float:
-    """The largest step size for which the theorem on QC-SGD holds at quantile p.
-
-    Without ``beta`` and ``c`` it is the supremum over them: below it some choice works, at it none does (unless
-    the limit is the 1/L of the sharp form).
+    """Return the largest step size for which the theorem on QC-SGD holds at quantile p.
 
     >>> a = Assumptions(L=2, sigma=1, q=2, gap=1)
     >>> max_step(a, p=0.5, beta=0.2, c=0.3, form="printed")  # (2p - beta - c) / (2L)
     0.125
+
+    Args:
+        a: The assumptions on the problem.
+        p: Quantile to clip at.
+        beta: Constant of the theorem.
+        c: Contraction that is left.
+        form: Form of the theorem: "sharp", "corrected" or "printed".
+
+    Returns:
+        The limit at these constants. Without ``beta`` and ``c`` it is the supremum over them: below it some choice
+        works, at it none does (unless the limit is the 1/L of the sharp form).
+
+    Raises:
+        Refusal: An argument is out of bounds, or ``beta`` and ``c`` leave no step size.
     """
     return _max_step(_plain_form(a, form), a, p, beta, c)
 
@@ -158,7 +173,22 @@ def max_step_private(
     form: Form = "sharp",
     sampling: Sampling = "poisson",
 ) -> float:
-    """The largest step size for which the theorem on DP-QC-SGD holds at quantile p (see `max_step`)."""
+    """Return the largest step size for which the theorem on DP-QC-SGD holds at quantile p (see `max_step`).
+
+    Args:
+        a: The assumptions on the problem.
+        p: Quantile to clip at.
+        beta: Constant of the theorem.
+        c: Contraction that is left.
+        batch_size: Expected batch size.
+        noise_multiplier: Standard deviation of the noise on the clipped sum, relative to the threshold.
+        dim: Number of trainable parameters.
+        form: Form of the theorem: "sharp", "corrected" or "printed".
+        sampling: "poisson" or "iid".
+
+    Raises:
+        Refusal: An argument is out of bounds, or ``beta`` and ``c`` leave no step size.
+    """
     rule = private_form(
         a, batch_size=batch_size, noise_multiplier=noise_multiplier, dim=dim, form=form, sampling=sampling
     )
@@ -176,16 +206,25 @@ def bound(
     form: Form = "sharp",
     p_hi: PerStep | None = None,
 ) -> Bound:
-    """Theorem 1: what QC-SGD with one example a step guarantees.
-
-    ``gammas`` and ``ps``: numbers or schedules with ``steps=``, or one value per step. ``beta`` and ``c`` default
-    to the best ones. With an inexact quantile pass ``p_hi`` too: ``ps`` then bounds P(||g|| <= tau_t) from below
-    and ``p_hi`` bounds P(||g|| < tau_t) from above, for a tau_t fixed before the sample.
+    """Return the bound of Theorem 1, on QC-SGD with one example a step.
 
     >>> a = Assumptions(L=1, sigma=1, q=2, gap=1)
     >>> b = bound(a, 0.01, 0.9, beta=0.5, c=1.0, steps=1000, form="printed")
     >>> [round(term, 6) for term in (b.optimisation, b.variance, b.bias, b.total)]  # 2F/gT, 2gLs^2/h, s^2 h/beta
     [0.2, 0.2, 0.2, 0.6]
+
+    Args:
+        a: The assumptions on the problem.
+        gammas: Step sizes: a number or a schedule with ``steps``, or one value per step.
+        ps: Quantiles, in the same forms. With ``p_hi``, lower bounds on ``P(||g|| <= tau_t)``.
+        beta: Constant of the theorem; the best one when left out.
+        c: Contraction that is left; the largest one when left out.
+        steps: Number of steps.
+        form: Form of the theorem: "sharp", "corrected" or "printed".
+        p_hi: For an inexact quantile, upper bounds on ``P(||g|| < tau_t)``, for a tau_t fixed before the sample.
+
+    Raises:
+        Refusal: An argument is out of bounds, or the theorem does not hold at these step sizes.
     """
     return _bound(_plain_form(a, form), a, gammas, ps, beta, c, steps, p_hi)
 
@@ -205,10 +244,26 @@ def bound_private(
     sampling: Sampling = "poisson",
     p_hi: PerStep | None = None,
 ) -> Bound:
-    """Theorem 2: what DP-QC-SGD guarantees. "printed" is false for large batches or dimensions (errata C, D).
+    """Return the bound of Theorem 2, on DP-QC-SGD.
 
-    ``noise_multiplier`` is relative to the sum of the batch, as accountants have it; the paper's sigma_DP is
-    ``noise_multiplier / batch_size``. ``noise_multiplier=0`` is mini-batch QC-SGD.
+    Args:
+        a: The assumptions on the problem.
+        gammas: Step sizes: a number or a schedule with ``steps``, or one value per step.
+        ps: Quantiles, in the same forms. With ``p_hi``, lower bounds on ``P(||g|| <= tau_t)``.
+        beta: Constant of the theorem; the best one when left out.
+        c: Contraction that is left; the largest one when left out.
+        batch_size: Expected batch size.
+        noise_multiplier: Standard deviation of the noise on the clipped sum, relative to the threshold, as accountants
+            define it; the paper's sigma_DP is ``noise_multiplier / batch_size``. 0 is mini-batch QC-SGD.
+        dim: Number of trainable parameters.
+        steps: Number of steps.
+        form: Form of the theorem: "sharp", "corrected" or "printed". The printed one is false for large batches or
+            dimensions (errata C, D).
+        sampling: "poisson" or "iid".
+        p_hi: For an inexact quantile, upper bounds on ``P(||g|| < tau_t)``, for a tau_t fixed before the sample.
+
+    Raises:
+        Refusal: An argument is out of bounds, or the theorem does not hold at these step sizes.
     """
     rule = private_form(
         a, batch_size=batch_size, noise_multiplier=noise_multiplier, dim=dim, form=form, sampling=sampling
@@ -224,7 +279,7 @@ def _max_step(rule: TheoremForm, a: Assumptions, p: float, beta: float | None, c
 
 
 def _check_constants(rule: TheoremForm, p: float, beta: float, c: float) -> None:
-    """Refuse a beta and c that leave no step size at quantile p (the smallest one of a run)."""
+    """Refuse a beta and c that leave no step size at quantile p, the smallest one of a run."""
     check.between("beta", beta, 0, 1, "beta trades the bias term against the step size", closed="low")
     check.nonnegative("c", c, "c is the contraction that is left; leave it out for the best one")
     if rule.curvature and beta > p:
@@ -236,7 +291,7 @@ def _check_constants(rule: TheoremForm, p: float, beta: float, c: float) -> None
 
 
 def per_step(name: str, values: PerStep, steps: int | None, *, high: float, remedy: str) -> Floats:
-    """The values as an array: one value (a constant), or one per step."""
+    """Return the values as an array: one value for a constant, or one per step."""
     if callable(values):
         values = [values(t) for t in range(check.count("steps", steps, f"a schedule {name} needs the number of steps"))]
     return check.sequence(name, values, low=0, high=high, remedy=remedy)
@@ -245,7 +300,7 @@ def per_step(name: str, values: PerStep, steps: int | None, *, high: float, reme
 def align(
     gammas: PerStep, ps: PerStep, p_hi: PerStep | None, steps: int | None
 ) -> tuple[Floats, Floats, Floats, Floats]:
-    """gamma, p and p_hi as arrays of one length, and how many steps each entry stands for."""
+    """Return gamma, p and p_hi as arrays of one length, and the number of steps that each entry stands for."""
     quantile_remedy = "a quantile is the fraction of examples left unclipped, such as 0.5"
     gamma = per_step("gamma", gammas, steps, high=np.inf, remedy="a step size is positive")
     p = per_step("p", ps, steps, high=1, remedy=quantile_remedy)
@@ -256,7 +311,7 @@ def align(
     length = lengths.pop() if lengths else 1
     counts = np.ones(length)
     if length == 1:
-        remedy = "say how many steps run with these constants, or give one value per step"
+        remedy = "give the number of steps with these constants, or one value per step"
         counts *= check.count("steps", steps, remedy)
     elif steps is not None and steps != length:
         raise check.refuse("steps", steps, f"{length}, the number of values given", "leave steps out")
@@ -292,7 +347,7 @@ def assemble(
     beta: float | None = None,
     c: float | None = None,
 ) -> Bound:
-    """The bound of a run of ``counts[i]`` steps with ``gamma[i]`` and an unclipped fraction in [p[i], upper[i]]."""
+    """Return the bound of ``counts[i]`` steps with ``gamma[i]`` and an unclipped fraction in [p[i], upper[i]]."""
     h_lo, h_hi, gamma_L = 1 - p, 1 - upper, gamma * a.L
     length = float(counts @ gamma)
     weights = counts * gamma / length
@@ -312,7 +367,7 @@ def divide(
     beta: float | None = None,
     c: float | None = None,
 ) -> Bound:
-    """The bound whose terms, before the division by c, are ``optimisation``, ``variance`` and ``bias / beta``."""
+    """Return the bound whose terms, before the division by c, are ``optimisation``, ``variance``, ``bias / beta``."""
     if beta is None:
         beta = _best_beta(rule, gamma_L, p, optimisation + variance, bias, c)
     if c is None:
@@ -324,7 +379,7 @@ def divide(
 def check_steps(
     rule: TheoremForm, a: Assumptions, gamma_L: Floats, p: Floats, beta: float | None, c: float | None
 ) -> None:
-    """Refuse a step size for which the theorem does not hold with these beta and c (or with any)."""
+    """Refuse a step size for which the theorem does not hold with these beta and c, or with any."""
     for name, value in (("beta", beta), ("c", c)):
         if value is not None:
             check.positive(name, value, "leave it out for the best one")
@@ -343,21 +398,21 @@ def check_steps(
 
 
 def _best_beta(rule: TheoremForm, gamma_L: Floats, p: Floats, fixed: float, bias: float, c: float | None) -> float:
-    """The beta that minimises ``(fixed + bias/beta) / c(beta)``, c(beta) = min_t of the contraction.
+    """Return the beta that minimises ``(fixed + bias/beta) / c(beta)``, where c(beta) is the least contraction.
 
     The quotient of a convex and a concave positive function is quasi-convex, so there is one minimum.
     """
     if bias == 0:
-        return 0.0  # nothing to split: the term vanishes for every beta and the contraction is best at 0
+        return 0.0  # the bias term vanishes for every beta, and the contraction is largest at 0
     at_zero, slope = contraction_line(rule, gamma_L, p)
     ceiling = float(p.min()) if rule.curvature else 1.0
     if c is not None:  # the bound falls with beta: take the largest that leaves c
-        room = float(((at_zero - c) / np.maximum(slope, 1e-300)).min())
-        if room <= 0:
+        largest = float(((at_zero - c) / np.maximum(slope, 1e-300)).min())
+        if largest <= 0:
             raise check.refuse(
                 "c", c, f"below {at_zero.min():.6g} so that a beta > 0 is left", "lower c or the step size"
             )
-        return min(ceiling, room)
+        return min(ceiling, largest)
     if p.size == 1:
         return float(best_beta_constant(at_zero, slope, fixed, bias, ceiling)[0])
 
@@ -378,7 +433,7 @@ def _best_beta(rule: TheoremForm, gamma_L: Floats, p: Floats, fixed: float, bias
 
 
 def contraction_line(rule: TheoremForm, gamma_L: Floats, p: Floats) -> tuple[Floats, Floats]:
-    """The contraction is a straight line in beta: its value at 0, and minus its slope."""
+    """Return the contraction as a straight line in beta: its value at 0, and minus its slope."""
     at_zero = rule.contraction(gamma_L, p, 0.0)
     return at_zero, rule.weight * (0.5 - gamma_L * rule.curvature * p)
 
@@ -386,7 +441,7 @@ def contraction_line(rule: TheoremForm, gamma_L: Floats, p: Floats) -> tuple[Flo
 def best_beta_constant(
     at_zero: Floats, slope: Floats, fixed: float | Floats, bias: float | Floats, ceiling: float | Floats
 ) -> Floats:
-    """The minimiser over beta of ``(fixed + bias/beta) / (at_zero - slope beta)``, at most ``ceiling``.
+    """Return the minimiser over beta of ``(fixed + bias/beta) / (at_zero - slope beta)``, at most ``ceiling``.
 
     The derivative vanishes where ``slope fixed beta^2 + 2 slope bias beta = bias at_zero``; this root is written
     so that it neither divides by 0 nor cancels.

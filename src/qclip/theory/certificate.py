@@ -1,4 +1,4 @@
-"""What a finished run is known to have achieved, from the public values it recorded."""
+"""The certificate of a finished run: a bound on its gradients, from the public values it recorded."""
 
 from collections.abc import Sequence
 
@@ -26,21 +26,32 @@ def certificate(
     fraction_std: ArrayLike = 0.0,
     confidence: float = 0.95,
 ) -> Bound:
-    """The bound that a run's own thresholds certify, on the gamma-weighted mean of ``E ||grad f||^2``.
+    """Return the bound on the gamma-weighted mean of ``E ||grad f||^2`` that a run's own thresholds certify.
 
-    No power of 1/(1-p) enters: the recorded tau_t stand where the theorem has to bound them, and only the
-    gamma-weighted mean of the clipped fraction matters.
+    No power of 1/(1-p) enters: the recorded tau_t replace the theorem's bounds on them, and only the gamma-weighted
+    mean of the clipped fraction matters.
 
-    ``gammas`` were fixed before the run, ``taus[t]`` before step t; ``clipped_fractions[t]`` estimates
-    ``P(||g|| > tau_t)`` with standard deviation ``fraction_std`` (scalar or per step; its sampling and its privacy
-    noise together). Noisy fractions are widened so that, with probability ``confidence``, the mean fraction and every
-    ``p_lo`` hold at once. ``p_lo``: a lower bound on every unclipped fraction, where one is known. ``beta``: the
-    theorem's constant, at most p_lo; the best one for this record when left out (fix it beforehand for an exact
-    statement about the expectation when records differ between runs). With groups, ``taus`` and ``clipped_fractions``
-    are [steps, groups] and ``dim`` has one entry per group.
+    Args:
+        a: The assumptions on the problem.
+        gammas: Step sizes, fixed before the run: a number, or [steps].
+        taus: Thresholds, each fixed before its step: [steps] or [steps, groups].
+        clipped_fractions: Estimates of ``P(||g|| > tau_t)``, of the same shape as ``taus``.
+        batch_size: Expected batch size.
+        noise_multiplier: Noise multiplier of the gradient sum.
+        dim: Number of parameters; one entry per group.
+        p_lo: Known lower bound on every unclipped fraction; from the record when left out.
+        beta: Constant of the theorem, at most p_lo; the best one for this record when left out. Fix it beforehand for
+            an exact statement about the expectation when records differ between runs.
+        fraction_std: Standard deviation of ``clipped_fractions``, sampling and privacy noise together: a number, or
+            [steps].
+        confidence: Probability with which the margins on noisy fractions hold, all at once.
 
-    It bounds the expectation over runs. `Bound.one_run` is what a single run satisfies when the record hardly varies
-    between runs (docs/theory.md has the exact statement).
+    Returns:
+        A bound on the expectation over runs. Its `Bound.one_run` holds for a single run when the record hardly varies
+        between runs (docs/theory.md has the exact statement).
+
+    Raises:
+        Refusal: The parts of the record do not fit together, or the theorem does not hold at these step sizes.
     """
     tau, fraction = _matrix("taus", taus), _matrix("clipped_fractions", clipped_fractions)
     steps, groups = tau.shape
@@ -61,7 +72,7 @@ def certificate(
         p_lo = check.between("lowest unclipped fraction less its margin", lowest, 0, 1, remedy, closed="high")
     elif exact and float((1 - h).min()) < p_lo:
         lowest = float((1 - h).min())
-        remedy = "lower it: the record says that fewer examples were unclipped"
+        remedy = "lower it: in the record fewer examples were unclipped"
         raise check.refuse("p_lo", p_lo, f"at most {lowest:.4g}, the lowest recorded fraction", remedy)
     p = np.array([check.between("p_lo", p_lo, 0, 1, "it bounds every unclipped fraction from below", closed="high")])
 
@@ -76,18 +87,18 @@ def certificate(
 
 
 def _check_record(gamma: Floats, tau: Floats, fraction: Floats, dims: Floats, *, exact: bool) -> None:
-    """Refuse a record whose parts do not fit together or cannot be."""
+    """Refuse a record whose shapes do not fit together or whose values are impossible."""
     steps, groups = tau.shape
     if gamma.size not in (1, steps) or fraction.shape != tau.shape or dims.size != groups:
-        shapes = f"gammas {gamma.shape}, taus {tau.shape}, clipped_fractions {fraction.shape}, dim {dims.shape}"
-        raise check.refuse(
-            "shapes", shapes, "one row per step and one column per group", "record all of them each step"
+        raise check.Refusal(
+            f"the shapes of gammas {gamma.shape}, taus {tau.shape}, clipped_fractions {fraction.shape} and dim "
+            f"{dims.shape} do not fit together; give one row per step and one column per group"
         )
     usable = (tau > 0) & np.isfinite(tau)
     if not usable.all():
-        raise check.refuse("taus", float(tau[~usable][0]), "finite and > 0 at every step", "check what was recorded")
+        raise check.refuse("taus", float(tau[~usable][0]), "finite and > 0 at every step", "check the record")
     if not np.isfinite(fraction).all():
-        raise check.refuse("clipped_fractions", "NaN or infinite", "finite", "check what was recorded")
+        raise check.Refusal("clipped_fractions has NaN or infinite entries; check the record")
     if exact and not ((fraction >= 0) & (fraction <= 1)).all():
         worst = float(fraction.flat[np.argmax(np.abs(fraction - 0.5))])
         raise check.refuse("clipped_fractions", worst, "in [0, 1]", "give fraction_std if they are noisy")
@@ -102,7 +113,7 @@ def _matrix(name: str, values: ArrayLike) -> Floats:
 
 
 def _margins(gamma: Floats, std: ArrayLike, steps: int, groups: int, confidence: float) -> tuple[float, Floats]:
-    """Margins on the mean clipped fraction and on each step's, that hold together with this confidence."""
+    """Return margins on the mean clipped fraction and on each step's, which hold together with this confidence."""
     alpha = 1 - check.between("confidence", confidence, 0, 1, "0.95 is usual")
     std = np.asarray(std, dtype=np.float64)
     if std.ndim > 1 or std.size not in (1, steps):
@@ -112,5 +123,5 @@ def _margins(gamma: Floats, std: ArrayLike, steps: int, groups: int, confidence:
     if not (std >= 0).all():
         raise check.refuse("fraction_std", float(np.min(std)), ">= 0", "it is a standard deviation")
     mean_std = float(np.sqrt(gamma**2 @ std**2) / gamma.sum())
-    # The largest of a step's K noisy fractions is only widened by what one of them is: the union is over K.
+    # The largest of a step's K noisy fractions needs the margin of one of them: the union bound is over K.
     return float(norm.isf(alpha / 2 / groups)) * mean_std, norm.isf(alpha / 2 / (steps * groups)) * std

@@ -1,4 +1,4 @@
-"""One threshold per group of parameters: how to share the noise, and what the theorem becomes."""
+"""One threshold per group of parameters: the allocation of the noise, and the theorem."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Allocation = Literal["optimal", "equal", "proportional"]
 
 @dataclass(frozen=True)
 class GroupNoise:
-    """The noise of each group, ``stds[k]`` per coordinate, and its total expected squared norm, ``power``."""
+    """The standard deviation of each group's noise per coordinate, and the total expected squared norm, ``power``."""
 
     stds: Floats
     power: float
@@ -28,14 +28,26 @@ def group_noise(
     noise_multiplier: float,
     allocation: Allocation = "optimal",
 ) -> GroupNoise:
-    """Noise that costs the privacy of one Gaussian release with ``noise_multiplier``, shared among the groups.
-
-    Clipping group k at ``taus[k]`` and adding noise of std s_k is one such release whenever
-    ``sum tau_k^2 / s_k^2 = 1 / noise_multiplier^2``. Among those, "optimal" has the least power
-    ``z^2 (sum tau_k sqrt(d_k))^2``; "equal" gives all groups one std, "proportional" one ratio std/tau.
+    """Allocate the noise of one Gaussian release among groups that are clipped separately.
 
     >>> [round(group_noise([1, 1], [4, 1], 2.0, how).power, 6) for how in ("optimal", "equal", "proportional")]
     [36.0, 40.0, 40.0]
+
+    Args:
+        taus: Threshold of each group.
+        dims: Number of parameters of each group.
+        noise_multiplier: Noise multiplier z of the whole release.
+        allocation: "optimal" has the least power, ``z^2 (sum tau_k sqrt(d_k))^2``; "equal" gives all groups one
+            standard deviation, "proportional" one ratio of standard deviation to tau.
+
+    Returns:
+        The standard deviations s_k and their power.
+
+    Guarantees:
+        - Every allocation costs exactly one release with ``noise_multiplier``: ``sum tau_k^2 / s_k^2 = 1 / z^2``.
+
+    Raises:
+        Refusal: The lengths differ, or a value is out of bounds.
     """
     tau = check.sequence("taus", taus, low=0, high=np.inf, remedy="a threshold is positive")
     dim = check.sequence("dims", dims, low=0, high=np.inf, remedy="count the parameters of each group", whole=True)
@@ -66,10 +78,26 @@ def bound_groups(
     steps: int | None = None,
     sampling: Sampling = "poisson",
 ) -> Bound:
-    """The sharp theorem when group k is clipped at its own ``ps[k]``-quantile and the noise is shared optimally.
+    """Return the sharp bound when each group is clipped at its own quantile and the noise is allocated optimally.
 
     The flat theorem holds unchanged with the same sigma (the groups' moments add up to less than the whole's). With
     the groups' own ``sigmas`` it is tighter: ``d sigma^2 h^(-2/q)`` becomes ``(sum sigma_k sqrt(d_k) h_k^(-1/q))^2``.
+
+    Args:
+        a: The assumptions on the problem.
+        gammas: Step sizes: a number or a schedule with ``steps``, or one value per step.
+        ps: Quantile of each group.
+        beta: Constant of the theorem; the best one when left out.
+        c: Contraction that is left; the largest one when left out.
+        dims: Number of parameters of each group.
+        batch_size: Expected batch size.
+        noise_multiplier: Noise multiplier of the whole release.
+        sigmas: Moment bound of each group.
+        steps: Number of steps.
+        sampling: "poisson" or "iid".
+
+    Raises:
+        Refusal: The lengths differ, or the theorem does not hold at these step sizes.
     """
     p = check.sequence("ps", ps, low=0, high=1, remedy="give one quantile per group")
     dim = check.sequence("dims", dims, low=0, high=np.inf, remedy="count the parameters of each group", whole=True)

@@ -1,11 +1,11 @@
-"""The two lemmas that carry the analysis: what one clipped gradient does, and what one step does."""
+"""The two lemmas of the analysis: one about a clipped gradient, one about a step."""
 
 from qclip import _validate as check
 from qclip.theory.assumptions import Assumptions
 
 
 def lemma1_threshold(a: Assumptions, p: float, grad_norm: float) -> float:
-    """Lemma 1, first bound: the p-quantile of ``||g||`` is at most ``||grad f|| + sigma (1-p)^(-1/q)``.
+    """Return Lemma 1's bound on the p-quantile of ``||g||``: ``||grad f|| + sigma (1-p)^(-1/q)``.
 
     >>> lemma1_threshold(Assumptions(L=1, sigma=1, q=2, gap=1), p=0.75, grad_norm=3)
     5.0
@@ -15,7 +15,7 @@ def lemma1_threshold(a: Assumptions, p: float, grad_norm: float) -> float:
 
 
 def lemma1_bias(a: Assumptions, p: float) -> float:
-    """Lemma 1, second bound: ``||E[clipped g] - E[alpha] grad f|| <= sigma (1-p)^(1-1/q)``.
+    """Return Lemma 1's bound on the clipping bias: ``||E[clipped g] - E[alpha] grad f|| <= sigma (1-p)^(1-1/q)``.
 
     >>> lemma1_bias(Assumptions(L=1, sigma=1, q=2, gap=1), p=0.75)
     0.5
@@ -27,12 +27,18 @@ def lemma1_bias(a: Assumptions, p: float) -> float:
 def lemma2_descent(
     a: Assumptions, gamma: float, p: float, grad_norm: float, *, beta: float, mean_factor: float | None = None
 ) -> float:
-    """Lemma 2: an upper bound on ``E f(x_(t+1)) - f(x_t)`` for one step of QC-SGD with one example.
-
-    ``mean_factor`` is ``E min(1, tau/||g||)`` at x_t where it is known; p, which never exceeds it, stands in.
+    """Return Lemma 2's upper bound on ``E f(x_(t+1)) - f(x_t)`` for one step of QC-SGD with one example.
 
     >>> round(lemma2_descent(Assumptions(1, 1, 2, 1), gamma=0.1, p=0.75, grad_norm=2, beta=0.5), 4)
     -0.095
+
+    Args:
+        a: The assumptions on the problem.
+        gamma: Step size.
+        p: Quantile to clip at.
+        grad_norm: ``||grad f(x_t)||``.
+        beta: The constant that splits the clipping bias between two terms.
+        mean_factor: ``E min(1, tau/||g||)`` at x_t; p, a lower bound on it, when left out.
     """
     gamma = check.positive("gamma", gamma, "a step size is positive")
     beta = check.positive("beta", beta, "it splits the clipping bias between two terms")

@@ -1,4 +1,4 @@
-"""Choosing the step size and the quantile: what minimises the bound, and the steps a target takes."""
+"""The step size and the quantile that minimise the bound, and the number of steps that a target takes."""
 
 import math
 import warnings
@@ -33,15 +33,15 @@ BUDGET_STEPS = (50, 1_000, 20_000, 400_000)
 
 @dataclass(frozen=True)
 class Privacy:
-    """A budget: ``epsilon`` and ``delta`` for a dataset of ``examples``, whatever the number of steps."""
+    """A privacy budget: ``epsilon`` and ``delta`` for a data set of ``examples``, whatever the number of steps."""
 
     epsilon: float
     delta: float
     examples: int
 
     def noise_multiplier(self, batch_size: float, steps: int) -> float:
-        """The noise that ``steps`` steps at this batch size need."""
-        from qclip import accounting  # dp-accounting takes a second to import: only those with a budget wait
+        """Return the noise multiplier with which ``steps`` steps at this batch size meet the budget."""
+        from qclip import accounting  # dp-accounting takes a second to import: only plans with a budget wait
 
         rate = batch_size / self.examples
         return accounting.noise_multiplier(epsilon=self.epsilon, delta=self.delta, sample_rate=rate, steps=steps)
@@ -49,7 +49,7 @@ class Privacy:
 
 @dataclass(frozen=True)
 class CoupledPlan:
-    """Constants for a run whose length is not known, and the bound they give at the planned length.
+    """Constants for a run of unknown length, and their bound at the planned length.
 
     ``gamma_t = step_size (t+1)^(theta-1)``; ``1 - p_t = clipped_fraction (t+1)^nu``, or constant when ``constant_p``
     (in private runs: p_t -> 1 would let the threshold, and with it the noise, grow).
@@ -63,13 +63,13 @@ class CoupledPlan:
 
     @property
     def constant_p(self) -> bool:
-        """Whether the quantile stays where it is."""
+        """Whether the quantile is constant."""
         return self.clipped_exponent == 0
 
 
 @dataclass(frozen=True)
 class Move:
-    """How the optimum answers a change: factors on the step size, the clipped fraction and the bound."""
+    """The effect of a change on the optimum: factors on the step size, the clipped fraction and the bound."""
 
     change: str
     step_size: float
@@ -79,7 +79,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Plan:
-    """The constant step size and quantile that minimise the sharp bound, and everything they rest on."""
+    """The constant step size and quantile that minimise the sharp bound, with the inputs of the minimisation."""
 
     assumptions: Assumptions
     steps: int
@@ -94,20 +94,20 @@ class Plan:
 
     @property
     def max_step(self) -> float:
-        """The step size at which the theorem stops holding for this quantile."""
+        """The step size above which the theorem does not hold for this quantile."""
         return max_step_private(self.assumptions, self.p, **self._public())
 
     @property
     def at_edge(self) -> bool:
-        """Whether p stands at its limit, one example clipped in the run: the bound would rather clip nothing."""
+        """Whether p is at its limit of one clipped example in the run, so that the bound favours no clipping."""
         return bool(1 - self.p < 1.001 * _least_clipped(self.steps, self.batch_size))
 
     def coupled(self) -> CoupledPlan:
-        """The best coupled schedules for an unknown horizon, their constants chosen at this plan's steps."""
+        """Return the best coupled schedules for an unknown horizon, tuned at this plan's number of steps."""
         return _plan_coupled(self)
 
     def moves(self) -> list[Move]:
-        """How the optimum moves when the run, the noise or the problem changes by a factor of 2."""
+        """Return how the optimum moves when the run, the noise or the problem changes by a factor of 2."""
         again = partial(plan, batch_size=self.batch_size, dim=self.dim, sampling=self.sampling)
         noise: dict[str, Any] = {"noise_multiplier": self.noise_multiplier}
         budget: dict[str, Any] = noise if self.privacy is None else {"privacy": self.privacy}
@@ -149,23 +149,35 @@ def plan(
     privacy: Privacy | None = None,
     sampling: Sampling | None = None,
 ) -> Plan:
-    """The constant step size and quantile with the least bound; beta and c follow.
-
-    One of ``steps`` and ``target``: with ``target``, a value of the mean of ``E ||grad f||^2``, the plan takes the
-    fewest steps whose bound reaches it. ``privacy`` sets the noise multiplier from a budget. The quantile is at
-    most 1 - 1/(steps batch_size): beyond it the run would clip less than one example, which is plain SGD.
+    """Choose the constant step size and quantile with the least bound; beta and c follow.
 
     >>> p = plan(Assumptions(L=1, sigma=1, q=2, gap=1), steps=10_000)
     >>> round(p.bound.total, 4), p.bound.dominant
     (0.0155, 'optimisation')
     >>> plan(Assumptions(L=1, sigma=1, q=2, gap=1), target=0.0156).steps < 10_000
     True
+
+    The quantile is at most 1 - 1/(steps batch_size): beyond it the run would clip less than one example, which is
+    plain SGD.
+
+    Args:
+        a: The assumptions on the problem.
+        steps: Number of steps.
+        target: Instead of ``steps``, a value of the mean of ``E ||grad f||^2``; the plan takes the fewest steps whose
+            bound reaches it.
+        batch_size: Expected batch size.
+        dim: Number of trainable parameters.
+        noise_multiplier: Standard deviation of the noise on the clipped sum, relative to the threshold.
+        privacy: Instead of ``noise_multiplier``, a budget that the noise must meet.
+        sampling: "poisson" or "iid"; "poisson" for private runs when left out.
+
+    Raises:
+        Refusal: An argument is out of bounds, or no number of steps reaches the target.
     """
     if (steps is None) == (target is None):
-        raise check.refuse("steps, target", (steps, target), "given one at a time", "pass steps= or target=")
+        raise check.Refusal(f"steps = {steps!r} and target = {target!r} do not give one length; pass one of them")
     if privacy is not None and noise_multiplier:
-        remedy = "pass the budget or the noise it buys, not both"
-        raise check.refuse("noise_multiplier", noise_multiplier, "left out when privacy is given", remedy)
+        raise check.Refusal(f"noise_multiplier = {noise_multiplier!r} was given with privacy; pass one of them")
     batch_size = check.positive("batch_size", batch_size, "it is the expected number of examples a step")
     check.positive("gap", a.gap, "a run that starts at the minimum needs no plan")
     if privacy is not None:
@@ -214,15 +226,15 @@ def _plan_steps(a: Assumptions, steps: int, noise_multiplier: float, privacy: Pr
 
 
 def _least_clipped(steps: int, batch_size: float) -> float:
-    """The clipped fraction at which a run clips one example in all: below it QC-SGD is plain SGD."""
+    """Return the clipped fraction at which a run clips one example in all: below it QC-SGD is plain SGD."""
     return min(0.5, 1 / (steps * batch_size))
 
 
 def constant_total(rule: TheoremForm, a: Assumptions, gamma_L: Floats, h: Floats, steps: float) -> Floats:
-    """The sharp bound at constant parameters and the best beta, over arrays; infinite where the theorem is silent."""
+    """Return the sharp bound at constant parameters and the best beta, over arrays; infinite where it does not hold."""
     p = 1 - h
     fixed = a.gap * a.L / (gamma_L * steps) + a.sigma**2 * gamma_L * rule.variance(h, h)
-    # Without a bias any beta serves, the smaller the better; one that is never 0 keeps the quotients finite.
+    # Without a bias any beta serves, the smaller the better; a beta above 0 keeps the quotients finite.
     bias = np.maximum(a.sigma**2 / 2 * h ** (2 - 2 / a.q), 1e-300)
     at_zero, slope = contraction_line(rule, gamma_L, p)
     beta = best_beta_constant(np.maximum(at_zero, 1e-300), slope, fixed, bias, p)
@@ -233,7 +245,7 @@ def constant_total(rule: TheoremForm, a: Assumptions, gamma_L: Floats, h: Floats
 def _minimise(
     f: Callable[[Floats, Floats], Floats], box_x: tuple[float, float], box_y: tuple[float, float]
 ) -> tuple[float, float]:
-    """The minimiser of f over a box, by a logarithmic grid that zooms in on its best cell."""
+    """Return the minimiser of f over a box, by a logarithmic grid that zooms in on its best cell."""
     x_low, x_high, y_low, y_high = np.log([*box_x, *box_y])
     box = (x_low, x_high, y_low, y_high)
     x = y = 0.0
@@ -253,10 +265,10 @@ def _minimise(
 def _plan_target(
     a: Assumptions, target: float, noise_for: Callable[[int], float], privacy: Privacy | None, public: dict
 ) -> Plan:
-    """The fewest steps whose plan reaches the target: doubling, then bisection.
+    """Return the plan of the fewest steps that reach the target, by doubling and then bisection.
 
-    A budget's noise multiplier takes seconds to find, so the search interpolates a few of them (it is a smooth
-    function of the steps) and only its answer is checked exactly.
+    Calibrating the noise to a budget takes seconds, so the search interpolates a few values (the noise multiplier is a
+    smooth function of the steps) and checks only its result exactly.
     """
     rough = _interpolated(noise_for) if privacy else noise_for
     most = BUDGET_STEPS[-1] if privacy else MOST_STEPS
@@ -289,14 +301,14 @@ def _plan_target(
 
 
 def _interpolated(noise_for: Callable[[int], float]) -> Callable[[int], float]:
-    """``noise_for`` through a few exact values, in logarithms of both."""
+    """Interpolate ``noise_for`` through a few exact values, in logarithms of both."""
     noise = PchipInterpolator(np.log(BUDGET_STEPS), np.log([noise_for(steps) for steps in BUDGET_STEPS]))
     # Fewer steps need less noise, so the first value serves for all shorter runs.
     return lambda steps: float(np.exp(noise(np.log(max(steps, BUDGET_STEPS[0])))))
 
 
 def _plan_coupled(base: Plan) -> CoupledPlan:
-    """Constants of ``gamma_t = g (t+1)^(theta-1)``, ``h_t = h (t+1)^nu`` with the least bound at ``base.steps``.
+    """Return the constants of ``gamma_t = g (t+1)^(theta-1)``, ``h_t = h (t+1)^nu`` of least bound at ``base.steps``.
 
     p_t rises and gamma_t falls, so the step-size condition is hardest at the first step.
     """
@@ -328,7 +340,7 @@ def _plan_coupled(base: Plan) -> CoupledPlan:
 
 
 def _time_grid(steps: int) -> tuple[Floats, Floats]:
-    """Times in 1..steps and how many steps each stands for: the early ones singly, the later ones in groups."""
+    """Return times in 1..steps and the number of steps each stands for: early ones singly, later ones in groups."""
     edges = np.concatenate([np.arange(1, 200), np.geomspace(200, steps + 1, 600).round()]) if steps > 800 else None
     edges = np.arange(1, steps + 2) if edges is None else np.unique(edges)
     counts = np.diff(edges).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Thresholds: where to clip. One estimator per file; each is an immutable description, its state lives in the run."""
+"""Thresholds: the clip norms of each step. Each is an immutable description; the run keeps its state."""
 
 from qclip.thresholds.constant import Constant
 from qclip.thresholds.exact_quantile import ExactQuantile

@@ -1,4 +1,4 @@
-"""The same threshold whatever the data: given, or scheduled."""
+"""A threshold that does not depend on the data: a number, or a schedule."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,13 @@ from qclip.thresholds.threshold import Answer, Conditions, Question, RawAccess, 
 
 @dataclass(frozen=True)
 class Constant(Threshold[int]):
-    """Clip every group at ``tau``: a number, or a schedule (a function of the step). The state is the number of groups.
+    """Clip every group at ``tau``. The state is the number of groups.
 
     >>> Constant(2.0).clip_norms(3, step=0)
     (2.0, 2.0, 2.0)
+
+    Args:
+        tau: The threshold, a number or a schedule.
     """
 
     tau: Schedule | float
@@ -23,36 +26,36 @@ class Constant(Threshold[int]):
 
     @property
     def raw_access(self) -> RawAccess:
-        """It never looks at the data."""
+        """None: tau does not depend on the data."""
         return "none"
 
     @property
     def noise_share(self) -> float:
-        """Nothing is asked, nothing is paid."""
+        """0: nothing is counted."""
         return 0.0
 
     def check(self, conditions: Conditions) -> None:
-        """Refuse a schedule that leaves the positive numbers."""
+        """Refuse a schedule that is not positive."""
         check_ahead(self._tau, conditions.num_steps)
 
     def start(self, num_groups: int) -> int:
-        """The number of groups."""
+        """Return the number of groups."""
         return num_groups
 
     def clip_norms(self, state: int, step: int, raw_norms: Floats | None = None) -> tuple[float, ...]:
-        """The given value, once for each group."""
+        """Return tau, once for each group."""
         return (self._tau(step),) * state
 
     def ask(self, state: int, step: int) -> Question:
-        """Nothing."""
+        """Return an empty question."""
         return Question()
 
     def unclipped(self, state: int, step: int, answer: Answer) -> tuple[float, ...]:
-        """It does not ask."""
+        """Return nothing: the fraction is not measured."""
         return ()
 
     def update(self, state: int, step: int, answer: Answer) -> int:
-        """Unchanged."""
+        """Return the state unchanged."""
         return state
 
     def _tau(self, step: int) -> float:

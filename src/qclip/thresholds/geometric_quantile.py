@@ -1,4 +1,4 @@
-"""A quantile tracked by a paid count and the plain geometric rule (Andrew et al., 2021)."""
+"""A quantile tracked by a paid count and the geometric rule (Andrew et al., 2021)."""
 
 from dataclasses import KW_ONLY, dataclass
 
@@ -13,19 +13,22 @@ from qclip.thresholds.threshold import Answer, Conditions, Count, Question, RawA
 class GeometricQuantile(Threshold[tuple[float, ...]]):
     """Clip each group near the ``p``-quantile of its own gradient norms, by the rule of the literature.
 
-    At each step the threshold moves by ``tau <- tau exp(-learning_rate (noisy unclipped fraction - p))``, within
-    [tau_min, tau_max]. The state is the tau of each group. `PrivateQuantile` pays as much and follows faster.
-
-    p: the fraction of examples left unclipped, a number or a schedule.
-    initial: tau at the first step. It crosses a factor of 100 in about 50 steps at p = 0.5.
-    learning_rate: larger follows faster and jitters more.
-    centre: subtracted from each indicator; one half costs the least.
-    noise_share: what the counts cost, as growth of the gradient's noise. At 0.01 and one group the noise of the count
-        has a standard deviation of 3.56 times the noise multiplier.
-
     >>> median = GeometricQuantile(0.5)
     >>> median.update((1.0,), 0, Answer(noisy_bins=((0.75,),)))  # three quarters are unclipped: move down
     (0.951229424500714,)
+
+    At each step ``tau <- tau exp(-learning_rate (noisy unclipped fraction - p))``, within [tau_min, tau_max]. The state
+    is the tau of each group. `PrivateQuantile` has the same cost and follows faster.
+
+    Args:
+        p: Fraction of examples left unclipped, a number or a schedule.
+        initial: Tau at the first step. It crosses a factor of 100 in about 50 steps at p = 0.5.
+        learning_rate: Step of log tau per unit of error; a larger one follows faster and jitters more.
+        centre: Subtracted from each indicator; one half costs the least.
+        noise_share: Cost of the counts, as growth of the gradient's noise. At 0.01 and one group the noise of the count
+            has a standard deviation of 3.56 times the noise multiplier.
+        tau_min: Lower bound of tau.
+        tau_max: Upper bound of tau.
     """
 
     p: Schedule | float
@@ -46,7 +49,7 @@ class GeometricQuantile(Threshold[tuple[float, ...]]):
 
     @property
     def raw_access(self) -> RawAccess:
-        """Noisy counts only."""
+        """None: tau depends on noisy counts only."""
         return "none"
 
     def check(self, conditions: Conditions) -> None:
@@ -54,19 +57,19 @@ class GeometricQuantile(Threshold[tuple[float, ...]]):
         check_ahead(lambda step: level(self.p, step), conditions.num_steps)
 
     def start(self, num_groups: int) -> tuple[float, ...]:
-        """The initial value for each group."""
+        """Return the initial tau of each group."""
         return (float(self.initial),) * num_groups
 
     def clip_norms(self, state: tuple[float, ...], step: int, raw_norms: Floats | None = None) -> tuple[float, ...]:
-        """The state itself."""
+        """Return the state."""
         return tuple(state)
 
     def ask(self, state: tuple[float, ...], step: int) -> Question:
-        """How many norms are within tau."""
+        """Count the norms within tau."""
         return Question(count=Count(tuple((tau,) for tau in state), self.centre))
 
     def unclipped(self, state: tuple[float, ...], step: int, answer: Answer) -> tuple[float, ...]:
-        """What was counted."""
+        """Return the counted fractions."""
         return tuple(fraction for (fraction,) in answer.noisy_bins)
 
     def update(self, state: tuple[float, ...], step: int, answer: Answer) -> tuple[float, ...]:

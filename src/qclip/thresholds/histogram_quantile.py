@@ -1,4 +1,4 @@
-"""A quantile read off a noisy histogram of the norms around tau."""
+"""A quantile of a noisy histogram of the norms around tau."""
 
 import math
 from bisect import bisect_left
@@ -18,11 +18,11 @@ from qclip.thresholds.threshold import Answer, Conditions, Count, Question, RawA
 OUTERMOST = 1e30
 """The last bin ends here: every finite norm is in some bin, so that the fractions add up to 1."""
 PRIOR_STD = 0.2
-"""How well the first guess of a fraction, from the usual law around tau, is taken to be known."""
+"""Assumed standard deviation of the first guess of a fraction, from a log-normal distribution around tau."""
 
 
 class Group(TypedDict):
-    """What is known of a group."""
+    """The state of a group."""
 
     tau: float
     lowest: int
@@ -30,27 +30,32 @@ class Group(TypedDict):
     within: tuple[float, ...]
     """The smoothed fraction of norms within each radius."""
     seen: tuple[int, ...]
-    """How many steps each of them holds."""
+    """The number of steps in each of them."""
     miss: float
-    """By how much the fraction counted at tau has exceeded the one read there, on average."""
+    """The average excess of the fraction counted at tau over the one read off the histogram there."""
 
 
 @dataclass(frozen=True)
 class HistogramQuantile(Threshold[tuple[Group, ...]]):
     """Clip each group at the ``p``-quantile of a smoothed noisy histogram of its gradient norms.
 
-    The norms are counted in bins of log radius around tau. The counts are averaged over as many steps as the noise
-    asks for and made monotone, and the quantile is read off between the radii: tau goes there at once, and follows
-    any schedule of p without delay. Norms are counted at tau too: by how much that differs from what was read, because
-    the norms drift or their law bends between two radii, is allowed for. Where the quantile lies outside the
-    histogram, tau goes to its end, and the histogram with it. Many bins share what one count would have: a fraction
-    is 3.6 times as noisy as the count of `PrivateQuantile` at the same cost.
+    - The norms are counted in bins of log radius around tau. The counts are averaged over as many steps as the noise
+      requires and made monotone, and the quantile is interpolated between the radii. Tau jumps there at once, and
+      follows any schedule of p without delay.
+    - The norms within tau are counted too. The difference to the interpolated fraction, from norms that drift or a
+      distribution that bends between two radii, is corrected for.
+    - Where the quantile lies outside the histogram, tau goes to its end, and the histogram follows.
+    - Many bins share the budget of one count: a fraction is 3.6 times as noisy as the count of `PrivateQuantile` at the
+      same cost.
 
-    p: the fraction of examples left unclipped, a number or a schedule.
-    initial: tau at the first step. With little noise it crosses a factor of 100 in 5 steps.
-    radii: how many radii the histogram has around tau, ``spacing`` apart in log radius.
-    noise_share: what the counts cost, as growth of the gradient's noise.
-    tau_min, tau_max: bounds.
+    Args:
+        p: Fraction of examples left unclipped, a number or a schedule.
+        initial: Tau at the first step. With little noise it crosses a factor of 100 in 5 steps.
+        radii: Number of radii of the histogram around tau.
+        spacing: Distance between radii, in log radius.
+        noise_share: Cost of the counts, as growth of the gradient's noise.
+        tau_min: Lower bound of tau.
+        tau_max: Upper bound of tau.
     """
 
     p: Schedule | float
@@ -72,13 +77,13 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
 
     @property
     def raw_access(self) -> RawAccess:
-        """Noisy counts only."""
+        """None: tau depends on noisy counts only."""
         return "none"
 
     def check(self, conditions: Conditions) -> None:
-        """Refuse a schedule that leaves (0, 1), and noise that drowns the histogram.
+        """Refuse a schedule that leaves (0, 1), and noise that is too large for the histogram.
 
-        The noise on the fraction within a radius may have a standard deviation of 1, the whole batch, and of
+        The standard deviation of the noise on the fraction within a radius may be up to 1, the whole batch, and
         10 min(p, 1 - p).
         """
         bound = Count(((1.0,) * (self.radii + 2),) * len(conditions.dims), 1 / (self.radii + 2)).l2_bound
@@ -87,7 +92,7 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
         check_ahead(lambda step: attainable(level(self.p, step), noise, conditions), conditions.num_steps)
 
     def start(self, num_groups: int) -> tuple[Group, ...]:
-        """The initial value for each group, nothing known."""
+        """Return the initial tau of each group, with an empty histogram."""
         tau = float(self.initial)
         group = Group(tau=tau, lowest=self._lowest(tau), within=(), seen=(), miss=0.0)
         return tuple(group.copy() for _ in range(num_groups))
@@ -97,16 +102,16 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
         return tuple(group["tau"] for group in state)
 
     def ask(self, state: tuple[Group, ...], step: int) -> Question:
-        """How many norms lie between the radii, tau among them."""
+        """Count the norms between the radii, tau among them."""
         radii = tuple((*sorted((*self._lattice(group["lowest"]), group["tau"])), OUTERMOST) for group in state)
         return Question(Count(radii, 1 / (self.radii + 2)))
 
     def unclipped(self, state: tuple[Group, ...], step: int, answer: Answer) -> tuple[float, ...]:
-        """What was counted below tau."""
+        """Return the fraction counted within tau."""
         return tuple(self._read(group, bins)[1] for group, bins in zip(state, answer.noisy_bins, strict=True))
 
     def update(self, state: tuple[Group, ...], step: int, answer: Answer) -> tuple[Group, ...]:
-        """Take the counts in, and read the quantile off."""
+        """Add the counts to the histogram and move tau to its quantile."""
         p = level(self.p, step)
         std = math.hypot(answer.bins_std * _spread(self.radii + 2), 0.5 / math.sqrt(answer.batch_size))
         return tuple(
@@ -129,17 +134,17 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
             lowest=group["lowest"],
             within=within,
             seen=seen,
-            miss=miss if inside else 0.0,  # what was missed on the way does not matter there
+            miss=miss if inside else 0.0,  # an error made on the way there does not matter
         )
         return self._recentred(known, p)
 
     def _smoothed(
         self, group: Group, p: float, noisy: list[float], std: float
     ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-        """The fractions within the radii with this step's in them, and how many steps they hold."""
+        """Return the fractions within the radii, averaged with this step's, and the number of steps in each."""
         seen = group["seen"] or (0,) * self.radii
         within = group["within"] or self._guess(group["tau"], group["lowest"], p)
-        prior = (std / PRIOR_STD) ** 2  # the guess counts for so many steps
+        prior = (std / PRIOR_STD) ** 2  # the guess counts for this many steps
         rates = (max(gain(std, p), 1 / (1 + steps + prior)) for steps in seen)
         smoothed = (
             old + rate * (plausible(new, std) - old) for old, new, rate in zip(within, noisy, rates, strict=True)
@@ -147,7 +152,7 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
         return tuple(smoothed), tuple(steps + 1 for steps in seen)
 
     def _read(self, group: Group, bins: tuple[float, ...]) -> tuple[list[float], float]:
-        """The fractions within the radii, and within tau; what all bins have too much of is taken from each."""
+        """Return the fractions within the radii, and within tau; the bins are shifted so that they add up to 1."""
         excess = (sum(bins) - 1) / len(bins)
         fractions = np.cumsum([value - excess for value in bins]).tolist()
         place = bisect_left(self._lattice(group["lowest"]), group["tau"])
@@ -155,12 +160,12 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
         return fractions[:-1], at_tau
 
     def _scores(self, within: tuple[float, ...], p: float) -> list[float]:
-        """The fractions made monotone, as normal scores: a straight line in log radius for log-normal norms."""
-        low, high = min(0.02, p / 4), 1 - min(0.02, (1 - p) / 4)  # beyond, a score is all noise
+        """Return the monotone fractions as normal scores: a straight line in log radius for log-normal norms."""
+        low, high = min(0.02, p / 4), 1 - min(0.02, (1 - p) / 4)  # beyond, a score is nothing but noise
         return [NORMAL.inv_cdf(clamp(float(value), low, high)) for value in isotonic_regression(within).x]
 
     def _recentred(self, group: Group, p: float) -> Group:
-        """Move the histogram along, by whole places, once tau is more than two places off its middle."""
+        """Shift the histogram by whole places once tau is more than two places off its middle."""
         lowest = self._lowest(group["tau"])
         shift = lowest - group["lowest"]
         if abs(shift) <= 2:
@@ -182,11 +187,11 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
         return [math.exp(self.spacing * (lowest + place)) for place in range(self.radii)]
 
     def _guess(self, tau: float, lowest: int, p: float) -> tuple[float, ...]:
-        """The fractions of log-normal norms with unit spread whose p-quantile is tau."""
+        """Return the fractions of log-normal norms with unit spread whose p-quantile is tau."""
         score = NORMAL.inv_cdf(p) - math.log(tau)
         return tuple(NORMAL.cdf(score + self.spacing * (lowest + place)) for place in range(self.radii))
 
 
 def _spread(bins: int) -> float:
-    """The noise of a sum of bins, relative to that of one, once all are made to add up to 1: at most this."""
+    """Return a bound on the noise of a sum of bins that add up to 1, relative to that of one bin."""
     return math.sqrt(bins) / 2

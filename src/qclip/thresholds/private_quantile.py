@@ -1,4 +1,4 @@
-"""A quantile pursued by a paid count at tau and a free one below it: the default."""
+"""A quantile tracked by a paid count at tau and a free count below it: the default."""
 
 import math
 from dataclasses import KW_ONLY, dataclass
@@ -22,25 +22,25 @@ from qclip.thresholds._motion import (
 from qclip.thresholds.threshold import Answer, Conditions, Count, Question, RawAccess, Slack, Threshold, check_ahead
 
 RADIUS = 0.75
-"""Of the free count, relative to tau: nearer tells more about tau's own fraction, farther is less noisy."""
+"""Radius of the free count, relative to tau: nearer 1 says more about the fraction at tau, farther is less noisy."""
 LOG_RATIO = -math.log(RADIUS)
 MEMORY = 0.02
-"""How fast the average difference of the two fractions forgets; it starts as a plain mean."""
+"""Rate at which the average difference of the two fractions forgets; it starts as a plain mean."""
 
 
 class Group(TypedDict):
-    """What is known of a group."""
+    """The state of a group."""
 
     tau: float
     velocity: float
     between: float
     """The average fraction of norms between the free count's radius and tau."""
     seen: int
-    """How many steps that average holds."""
+    """The number of steps in that average."""
 
 
 class Reading(NamedTuple):
-    """The two fractions of one group, with the standard deviation of the noise on each."""
+    """The two fractions of one group, with the standard deviations of their noise."""
 
     counted: float
     within: float
@@ -50,11 +50,11 @@ class Reading(NamedTuple):
 
     @property
     def difference_variance(self) -> float:
-        """Of counted less within."""
+        """The variance of the paid fraction less the free one."""
         return self.counted_std**2 + self.within_std**2 + 0.25 / self.batch_size
 
     def count_weight(self, p: float) -> float:
-        """The weight of the count in the best mean of the two; their sampling errors are correlated."""
+        """Return the weight of the paid count in the best mean of the two; their sampling errors are correlated."""
         B = self.batch_size
         count, slack, shared = self.counted_std**2 + 0.25 / B, self.within_std**2 + p / B, p / (2 * B)
         total = count + slack - 2 * shared
@@ -63,20 +63,7 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class PrivateQuantile(Threshold[tuple[Group, ...]]):
-    """Clip each group near the ``p``-quantile of its own gradient norms.
-
-    Two noisy counts tell where tau stands: a paid one at tau itself, and a free one at 3/4 of tau in the slack of
-    unclipped examples. The paid one is unbiased; the free one, shifted by their average difference, takes out part
-    of its noise. The same difference is the slope of the distribution function at tau, which turns an error of the
-    fraction into a step of log tau, as in Newton's method; where it is too noisy, a usual slope takes its place.
-    The step is damped as the noise asks for, least in the first steps, and a velocity follows norms that drift. Nothing
-    needs to be tuned.
-
-    p: the fraction of examples left unclipped, a number or a schedule.
-    initial: tau at the first step. It crosses a factor of 100 in 15 to 21 steps (more with a lot of noise).
-    noise_share: what the paid count costs, as growth of the gradient's noise. At 0.01 and one group the noise of the
-        count has a standard deviation of 3.56 times the noise multiplier.
-    tau_min, tau_max: bounds.
+    """Clip each group near the ``p``-quantile of its own gradient norms. Nothing needs to be tuned.
 
     >>> median = PrivateQuantile(0.5, initial=1.0)
     >>> answer = Answer(
@@ -85,6 +72,21 @@ class PrivateQuantile(Threshold[tuple[Group, ...]]):
     >>> (group,) = median.update(median.start(1), 0, answer)  # three quarters are unclipped: move down
     >>> round(group["tau"], 3)
     0.81
+
+    - Two noisy counts locate tau: a paid one at tau, and a free one at 3/4 of tau in the slack of unclipped examples.
+      The paid one is unbiased. The free one, shifted by their average difference, removes part of its noise.
+    - The same difference estimates the slope of the distribution function at tau, which turns an error of the fraction
+      into a step of log tau, as in Newton's method. Where it is too noisy, the slope of a log-normal distribution
+      takes its place.
+    - The step is damped as the noise requires, least in the first steps, and a velocity follows norms that drift.
+
+    Args:
+        p: Fraction of examples left unclipped, a number or a schedule.
+        initial: Tau at the first step. It crosses a factor of 100 in 15 to 21 steps (more with a lot of noise).
+        noise_share: Cost of the paid count, as growth of the gradient's noise. At 0.01 and one group the noise of the
+            count has a standard deviation of 3.56 times the noise multiplier.
+        tau_min: Lower bound of tau.
+        tau_max: Upper bound of tau.
     """
 
     p: Schedule | float
@@ -101,13 +103,14 @@ class PrivateQuantile(Threshold[tuple[Group, ...]]):
 
     @property
     def raw_access(self) -> RawAccess:
-        """Noisy counts only."""
+        """None: tau depends on noisy counts only."""
         return "none"
 
     def check(self, conditions: Conditions) -> None:
-        """Refuse a schedule that leaves (0, 1), and noise that drowns the count.
+        """Refuse a schedule that leaves (0, 1), and noise that is too large for the count.
 
-        The noise on the counted fraction may have a standard deviation of 1, the whole batch, and of 10 min(p, 1 - p).
+        The standard deviation of the noise on the counted fraction may be up to 1, the whole batch, and
+        10 min(p, 1 - p).
         """
         bound = Count(((1.0,),) * len(conditions.dims), 0.5).l2_bound
         counts = accounting.split(conditions.noise_multiplier, self.noise_share).counts
@@ -115,24 +118,24 @@ class PrivateQuantile(Threshold[tuple[Group, ...]]):
         check_ahead(lambda step: attainable(level(self.p, step), noise, conditions), conditions.num_steps)
 
     def start(self, num_groups: int) -> tuple[Group, ...]:
-        """The initial value for each group, nothing known."""
+        """Return the initial tau of each group, at rest."""
         return tuple(Group(tau=float(self.initial), velocity=0.0, between=0.0, seen=0) for _ in range(num_groups))
 
     def clip_norms(self, state: tuple[Group, ...], step: int, raw_norms: Floats | None = None) -> tuple[float, ...]:
-        """The tau of each group."""
+        """Return the tau of each group."""
         return tuple(group["tau"] for group in state)
 
     def ask(self, state: tuple[Group, ...], step: int) -> Question:
-        """How many norms are within tau, paid for; and within 3/4 of it, for free."""
+        """Count the norms within tau, paid for, and within 3/4 of tau, for free."""
         taus = self.clip_norms(state, step)
         return Question(Count(tuple((tau,) for tau in taus), 0.5), Slack(tuple((RADIUS * tau,) for tau in taus)))
 
     def unclipped(self, state: tuple[Group, ...], step: int, answer: Answer) -> tuple[float, ...]:
-        """What was paid for: unbiased."""
+        """Return the paid fractions, which are unbiased."""
         return tuple(fraction for (fraction,) in answer.noisy_bins)
 
     def update(self, state: tuple[Group, ...], step: int, answer: Answer) -> tuple[Group, ...]:
-        """Pursue each group's quantile."""
+        """Move each group's tau towards its quantile."""
         p = level(self.p, step)
         within = zip(answer.noisy_within, answer.within_std, strict=True)
         return tuple(
@@ -159,10 +162,10 @@ class PrivateQuantile(Threshold[tuple[Group, ...]]):
 
 
 def _slope(between: float, variance: float, p: float) -> float:
-    """The slope of the unclipped fraction in log tau: as measured, or as usual where the measurement is noisy.
+    """Return the slope of the unclipped fraction in log tau: as measured, or the usual one where that is noisy.
 
-    The mean of the two by their precisions, the usual slope being known up to a factor of about 2. It is at least a
-    quarter of the usual one: far from the quantile nothing lies between, and the steps must stay bounded.
+    It is the mean of the two by their precisions; the usual slope counts as known up to a factor of about 2. It is at
+    least a quarter of the usual slope: far from the quantile no norms lie between the radii, and steps stay bounded.
     """
     usual = usual_slope(p)
     trust = usual**2 / (usual**2 + variance / LOG_RATIO**2)

@@ -1,4 +1,4 @@
-"""The quantile of the last norms of earlier steps (Merad and Gaïffas). Not private."""
+"""The quantile of a rolling buffer of norms from earlier steps (Merad and Gaïffas). Not private."""
 
 from dataclasses import KW_ONLY, dataclass
 
@@ -16,13 +16,16 @@ from qclip.thresholds.threshold import Answer, Conditions, Grid, Question, RawAc
 class RollingQuantile(Threshold[Grid]):
     """Clip each group at the ``p``-quantile of a buffer of gradient norms. The run's epsilon is infinite.
 
-    The buffer, which is the state, holds the last ``window`` norms of past steps for each group. The norms of the step
-    itself (its first part) are looked at only while the buffer is empty.
+    The state is the buffer: the last ``window`` norms of past steps for each group. The norms of the step itself (of
+    its first physical batch) are read only while the buffer is empty. A gradient that is not finite has the largest
+    norm.
 
-    p: the fraction of examples left unclipped, a number or a schedule.
-    window: how many norms to keep; more is steadier and slower.
-    initial: tau where there are no norms at all.
-    tau_min, tau_max: bounds. A gradient that is not finite counts as the largest.
+    Args:
+        p: Fraction of examples left unclipped, a number or a schedule.
+        window: Number of norms to keep; more is steadier and slower.
+        initial: Tau where there are no norms at all.
+        tau_min: Lower bound of tau.
+        tau_max: Upper bound of tau.
     """
 
     p: Schedule | float
@@ -39,12 +42,12 @@ class RollingQuantile(Threshold[Grid]):
 
     @property
     def raw_access(self) -> RawAccess:
-        """The raw norms of the step's first part, and those of earlier steps."""
+        """The raw norms of the step's first physical batch, and those of earlier steps."""
         return "physical_batch"
 
     @property
     def noise_share(self) -> float:
-        """Nothing is asked, nothing is paid."""
+        """0: nothing is counted."""
         return 0.0
 
     def check(self, conditions: Conditions) -> None:
@@ -52,27 +55,27 @@ class RollingQuantile(Threshold[Grid]):
         check_ahead(lambda step: level(self.p, step), conditions.num_steps)
 
     def start(self, num_groups: int) -> Grid:
-        """An empty buffer for each group."""
+        """Return an empty buffer for each group."""
         return ((),) * num_groups
 
     def clip_norms(self, state: Grid, step: int, raw_norms: Floats | None = None) -> tuple[float, ...]:
-        """The quantile of the buffer; of the norms given, while it is empty."""
+        """Return the quantile of the buffer, or of ``raw_norms`` while the buffer is empty."""
         buffer = np.array(state).T if state[0] else raw_norms
         if buffer is None or len(buffer) == 0:
             return (float(self.initial),) * len(state)
         return raw_quantile(buffer, level(self.p, step), self.tau_min, self.tau_max)
 
     def ask(self, state: Grid, step: int) -> Question:
-        """Nothing: it looks for itself."""
+        """Return an empty question: the raw norms are enough."""
         return Question()
 
     def unclipped(self, state: Grid, step: int, answer: Answer) -> tuple[float, ...]:
-        """The raw fraction of the batch; empty for a batch without examples."""
+        """Return the raw fraction of the batch; empty for a batch without examples."""
         clip_norms = tuple(answer.clip_norms) or self.clip_norms(state, step, answer.raw_norms)
         return raw_unclipped(answer.raw_norms, clip_norms)
 
     def update(self, state: Grid, step: int, answer: Answer) -> Grid:
-        """The buffer with the step's norms at its end."""
+        """Return the buffer with the step's norms at its end."""
         if answer.raw_norms is None:
             return state
         columns = np.asarray(answer.raw_norms, dtype=np.float64).T.tolist()

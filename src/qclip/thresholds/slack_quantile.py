@@ -1,4 +1,4 @@
-"""A quantile pursued by free counts alone: what unclipped examples leave of their bound."""
+"""A quantile tracked by free counts alone, in the slack of unclipped examples."""
 
 import math
 from dataclasses import KW_ONLY, dataclass
@@ -23,11 +23,11 @@ from qclip.thresholds.threshold import Answer, Conditions, Question, RawAccess, 
 
 INNER_RADIUS = 0.8
 MEMORY = 0.03
-"""How fast the average fractions forget; they start as plain means."""
+"""Rate at which the average fractions forget; they start as plain means."""
 
 
 class Group(TypedDict):
-    """What is known of a group."""
+    """The state of a group."""
 
     tau: float
     velocity: float
@@ -36,24 +36,27 @@ class Group(TypedDict):
     outer: float
     """The average fraction of norms within outer_radius tau."""
     seen: int
-    """How many steps the averages hold."""
+    """The number of steps in the averages."""
 
 
 @dataclass(frozen=True)
 class SlackQuantile(Threshold[tuple[Group, ...]]):
-    """Clip each group near the ``p``-quantile of its own gradient norms, without paying for it.
+    """Clip each group near the ``p``-quantile of its own gradient norms, at no privacy cost.
 
-    Two counts below tau ride in the slack of unclipped examples (docs/theory.md, section 11), and cost nothing. From
-    their averages follow the slope of the distribution function and what is to be added to reach tau, as if the log
-    of the norms were normal near there: the fraction aimed at is missed by up to about 0.01 on other laws. It needs
-    large batches or little noise, and `check` says so; `PrivateQuantile` needs neither, for 1 % of noise.
+    - Two counts below tau are released in the slack of unclipped examples (docs/theory.md, section 11), for free.
+    - Their averages give the slope of the distribution function and the fraction between the outer radius and tau, as
+      if the log norms were normal there. On other distributions the fraction is off by up to about 0.01.
+    - It needs large batches or little noise, and `check` refuses other runs. `PrivateQuantile` needs neither, for 1 %
+      of noise.
 
-    p: the fraction of examples left unclipped, a number or a schedule.
-    initial: tau at the first step. It crosses a factor of 100 in 15 to 26 steps.
-    outer_radius: of the outer count, relative to tau. Nearer to 1 there is less to be added, and more noise: 0.98
-        instead of 0.95 takes the error from 0.01 to 0.004, and is good where the batch size is over 256 times the
-        noise multiplier.
-    tau_min, tau_max: bounds.
+    Args:
+        p: Fraction of examples left unclipped, a number or a schedule.
+        initial: Tau at the first step. It crosses a factor of 100 in 15 to 26 steps.
+        outer_radius: Radius of the outer count, relative to tau. Nearer to 1 there is less to extrapolate, and more
+            noise: 0.98 instead of 0.95 reduces the error from 0.01 to 0.004, and suits batch sizes over 256 times the
+            noise multiplier.
+        tau_min: Lower bound of tau.
+        tau_max: Upper bound of tau.
     """
 
     p: Schedule | float
@@ -70,19 +73,19 @@ class SlackQuantile(Threshold[tuple[Group, ...]]):
 
     @property
     def raw_access(self) -> RawAccess:
-        """Noisy counts only."""
+        """None: tau depends on noisy counts only."""
         return "none"
 
     @property
     def noise_share(self) -> float:
-        """The slack is free."""
+        """0: the slack is free."""
         return 0.0
 
     def check(self, conditions: Conditions) -> None:
         """Refuse a schedule that leaves (0, 1), and batches too small for the noise.
 
-        The outer fraction's standard deviation (noise and sampling, in the group where it is largest) may be
-        0.2 sqrt(p (1 - p)) in a step: 0.1 at p = 0.5, 0.06 at p = 0.9.
+        The standard deviation of the outer fraction (noise and sampling, in the group where it is largest) may be up to
+        0.2 sqrt(p (1 - p)) per step: 0.1 at p = 0.5, 0.06 at p = 0.9.
         """
         B = conditions.batch_size
         noise = float(max(conditions.group_multipliers)) / math.sqrt(1 - self.outer_radius**2) / B
@@ -91,41 +94,42 @@ class SlackQuantile(Threshold[tuple[Group, ...]]):
             p = level(self.p, step)
             std, most = math.hypot(math.sqrt(p / B), noise), 0.2 * math.sqrt(p * (1 - p))
             if std > most:
-                name = f"deviation of the free count ({facts(conditions, p)})"
-                remedy = "take a larger batch, PrivateQuantile, fewer groups, or p nearer 0.5"
-                raise check.refuse(name, round(std, 3), f"<= {most:.2g}", remedy)
+                raise check.Refusal(
+                    f"the free count has a standard deviation of {std:.3f}, above {most:.2g} ({facts(conditions, p)}); "
+                    "take a larger batch, PrivateQuantile, fewer groups, or p nearer 0.5"
+                )
             return p
 
         check_ahead(refuse_noise, conditions.num_steps)
 
     def start(self, num_groups: int) -> tuple[Group, ...]:
-        """The initial value for each group, nothing known."""
+        """Return the initial tau of each group, at rest."""
         group = Group(tau=float(self.initial), velocity=0.0, inner=0.0, outer=0.0, seen=0)
         return tuple(group.copy() for _ in range(num_groups))
 
     def clip_norms(self, state: tuple[Group, ...], step: int, raw_norms: Floats | None = None) -> tuple[float, ...]:
-        """The tau of each group."""
+        """Return the tau of each group."""
         return tuple(group["tau"] for group in state)
 
     def ask(self, state: tuple[Group, ...], step: int) -> Question:
-        """How many norms are within two radii below tau."""
+        """Count the norms within two radii below tau, for free."""
         taus = self.clip_norms(state, step)
         return Question(slack=Slack(tuple((INNER_RADIUS * tau, self.outer_radius * tau) for tau in taus)))
 
     def unclipped(self, state: tuple[Group, ...], step: int, answer: Answer) -> tuple[float, ...]:
-        """What was counted within the outer radius, and the part above it as extrapolated."""
+        """Return the fraction counted within the outer radius plus the extrapolated fraction above it."""
         found = zip(self._averaged(state, answer), answer.noisy_within, strict=True)
         return tuple(outer + self._above(group) for group, (_, outer) in found)
 
     def update(self, state: tuple[Group, ...], step: int, answer: Answer) -> tuple[Group, ...]:
-        """Pursue each group's quantile."""
+        """Move each group's tau towards its quantile."""
         p = level(self.p, step)
         stds = (math.hypot(std, math.sqrt(p / answer.batch_size)) for _, std in answer.within_std)
         readings = zip(self._averaged(state, answer), self.unclipped(state, step, answer), stds, strict=True)
         return tuple(self._next(group, p, fraction, std) for group, fraction, std in readings)
 
     def _averaged(self, state: tuple[Group, ...], answer: Answer) -> list[Group]:
-        """The state with this step's counts in its averages."""
+        """Return the state with this step's counts in its averages."""
         sampling = 1 / math.sqrt(answer.batch_size)
         found = []
         for group, fractions, stds in zip(state, answer.noisy_within, answer.within_std, strict=True):
@@ -138,7 +142,7 @@ class SlackQuantile(Threshold[tuple[Group, ...]]):
         return found
 
     def _above(self, group: Group) -> float:
-        """The fraction of norms between the outer radius and tau, if log norms are normal there."""
+        """Return the fraction of norms between the outer radius and tau, if log norms are normal there."""
         inner, outer = (NORMAL.inv_cdf(clamp(group[key], 0.02, 0.98)) for key in ("inner", "outer"))
         steps = math.log(1 / self.outer_radius) / math.log(self.outer_radius / INNER_RADIUS)
         return max(0.0, NORMAL.cdf(outer + (outer - inner) * steps) - group["outer"])

@@ -1,4 +1,4 @@
-"""Data sets: how many examples they have, and which items of which data sets lie below Subset and ConcatDataset."""
+"""Data sets: their number of examples, and the base data sets below Subset, ConcatDataset and Repeated."""
 
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
@@ -18,106 +18,108 @@ from torch.utils.data import (
 )
 
 from qclip import _validate as check
+from qclip._validate import Refusal
 from qclip.training.rows import Repeated
 
-Places = NDArray[np.intp] | None
-"""Indices; None for all, in order."""
+Indices = NDArray[np.intp] | None
+"""Indices of items; None for all items, in order."""
 
 
 def dataset_size(source: Dataset[Any] | DataLoader[Any]) -> int:
-    """How many examples a data set or a DataLoader has; what cannot be sampled by index is refused."""
+    """Return the number of examples of a data set or a DataLoader; refuse one that cannot be sampled by index."""
     dataset = dataset_of(source)
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
-        remedy = "Poisson sampling asks for any example by its index"
+        remedy = "Poisson sampling reads examples by index"
         raise check.refuse("dataset", type(dataset).__name__, "map-style, with __len__ and __getitem__", remedy)
     if isinstance(source, DataLoader):
         batches = source.batch_sampler
         sampler = batches.sampler if type(batches) is BatchSampler else batches
         if type(sampler) not in (RandomSampler, SequentialSampler):
-            remedy = "Poisson sampling takes its place; choose examples, each once, by torch.utils.data.Subset"
-            raise check.refuse("dataset", f"a DataLoader with {type(sampler).__name__}", "without a sampler", remedy)
+            raise Refusal(
+                f"dataset is a DataLoader with {type(sampler).__name__}, which Poisson sampling would replace: leave "
+                "the sampler out; to select examples, each once, use torch.utils.data.Subset"
+            )
     if len(dataset) == 0:
-        raise check.refuse("dataset", "empty", "of at least one example", "check where it was read from")
+        raise Refusal("dataset is empty: it must have at least one example; check where it was read from")
     return len(dataset)
 
 
 def dataset_of(source: Dataset[Any] | DataLoader[Any]) -> Dataset[Any]:
-    """The data set itself."""
+    """Return the data set of a DataLoader, or the data set itself."""
     return source.dataset if isinstance(source, DataLoader) else source
 
 
 def reads_lists(dataset: Any) -> bool:
-    """Whether a data set is asked for a list of items at once; a Subset asks the one inside."""
+    """Return whether a data set has ``__getitems__``, which reads a list of items at once.
+
+    A plain Subset has the method always and passes the list on, so the data set inside it decides.
+    """
     if type(dataset) is Subset:
         return reads_lists(dataset.dataset)
     return bool(getattr(dataset, "__getitems__", None))
 
 
 @dataclass(frozen=True)
-class Part:
-    """Items of one data set, in order, and where they stand in the whole."""
+class DatasetPart:
+    """The items of one base data set, in order, and their positions in the whole data set."""
 
     base: Dataset[Any]
-    indices: Places
-    positions: Places
+    indices: Indices
+    positions: Indices
 
 
-def parts(dataset: Dataset[Any]) -> Iterator[Part]:
-    """The data sets that this one is put together from, each with the items of it that are used.
+def dataset_parts(dataset: Dataset[Any]) -> Iterator[DatasetPart]:
+    """Yield the base data sets that a data set is composed of, each with the indices of its items in use.
 
     >>> import torch
     >>> from torch.utils.data import TensorDataset
     >>> numbers = TensorDataset(torch.arange(5))
-    >>> [part.indices for part in parts(Subset(Subset(numbers, [4, 2, 0]), [-1, 0]))]
+    >>> [part.indices for part in dataset_parts(Subset(Subset(numbers, [4, 2, 0]), [-1, 0]))]
     [array([0, 4])]
     """
-    return _below(dataset, None, None)
+    return _parts_below(dataset, None, None)
 
 
 def refuse_repeated(dataset: Dataset[Any]) -> None:
-    """Refuse a data set that has an item several times: it counts as often, and is protected as one."""
-    used: dict[int, list[Part]] = {}
-    for part in parts(dataset):
-        used.setdefault(id(part.base), []).append(part)
-    for same in used.values():
-        indices = [part.indices for part in same if part.indices is not None]
+    """Refuse a data set that holds an item several times: each copy would contribute, and only one is accounted for."""
+    parts_by_base: dict[int, list[DatasetPart]] = {}
+    for part in dataset_parts(dataset):
+        parts_by_base.setdefault(id(part.base), []).append(part)
+    for parts in parts_by_base.values():
+        indices = [part.indices for part in parts if part.indices is not None]
         if not indices:
             continue
-        items, times = np.unique(np.concatenate(indices), return_counts=True)
-        if times.max(initial=0) > 1:
-            item, often = items[times > 1][0], times[times > 1][0]
-            remedy = (
-                "leave the others out: what one example adds is bounded once for each item; several rows of an example "
-                "go into one item (rows_per_example=, qclip.Repeated)"
+        items, counts = np.unique(np.concatenate(indices), return_counts=True)
+        if counts.max(initial=0) > 1:
+            item, count = items[counts > 1][0], counts[counts > 1][0]
+            raise Refusal(
+                f"dataset has item {item} of {type(parts[0].base).__name__} {count} times: keep each item once, "
+                "because the contribution of an example is bounded for one item; put several rows of an example into "
+                "one item (rows_per_example=, qclip.Repeated)"
             )
-            value = f"item {item} of {type(same[0].base).__name__}, {often} times"
-            raise check.refuse("dataset", value, "one in which each item comes once", remedy)
 
 
-def _below(dataset: Dataset[Any], used: Places, positions: Places) -> Iterator[Part]:
+def _parts_below(dataset: Dataset[Any], indices: Indices, positions: Indices) -> Iterator[DatasetPart]:
     if isinstance(dataset, Repeated):
-        yield from _below(dataset.dataset, used, positions)
-    elif isinstance(dataset, Subset) and (chosen := _whole_numbers(dataset)) is not None:
-        yield from _below(dataset.dataset, _at(chosen, used), positions)
+        yield from _parts_below(dataset.dataset, indices, positions)
+    elif isinstance(dataset, Subset) and (subset_indices := _integer_indices(dataset)) is not None:
+        inner = subset_indices if indices is None else subset_indices[indices]
+        yield from _parts_below(dataset.dataset, inner, positions)
     elif isinstance(dataset, ConcatDataset):
         ends = dataset.cumulative_sizes
-        used = np.arange(ends[-1]) if used is None else used
-        positions = np.arange(len(used)) if positions is None else positions
+        indices = np.arange(ends[-1]) if indices is None else indices
+        positions = np.arange(len(indices)) if positions is None else positions
         for child, start, end in zip(dataset.datasets, [0, *ends], ends, strict=False):
-            inside = (start <= used) & (used < end)
-            yield from _below(child, used[inside] - start, positions[inside])
+            is_in_child = (start <= indices) & (indices < end)
+            yield from _parts_below(child, indices[is_in_child] - start, positions[is_in_child])
     else:
-        yield Part(dataset, used, positions)
+        yield DatasetPart(dataset, indices, positions)
 
 
-def _whole_numbers(subset: Subset[Any]) -> NDArray[np.intp] | None:
-    """The indices of a subset, counted from the front; None where they are something else, such as names."""
-    given = np.asarray(subset.indices)
-    if given.dtype.kind not in "iu":
+def _integer_indices(subset: Subset[Any]) -> NDArray[np.intp] | None:
+    """Return the indices of a subset, counted from the front; None if they are not integers, such as names."""
+    indices = np.asarray(subset.indices)
+    if indices.dtype.kind not in "iu":
         return None
     size = len(subset.dataset)  # type: ignore[arg-type]
-    return np.where(given < 0, given + size, given)
-
-
-def _at(values: NDArray[np.intp], places: Places) -> NDArray[np.intp]:
-    return values if places is None else values[places]
+    return np.where(indices < 0, indices + size, indices)

@@ -1,4 +1,4 @@
-"""The loader: batches of the data, drawn for each step and cut to size; every physical batch carries a ticket."""
+"""The loader: physical batches of the data, drawn for each step, each with a ticket."""
 
 import weakref
 from collections import deque
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from qclip import _validate as check
+from qclip._validate import Refusal
 from qclip.engine.batch import tensor_leaves, to_device_async
 from qclip.engine.randomness import RandomState, seed_all
 from qclip.training.dataset import dataset_of, dataset_size, reads_lists
@@ -22,7 +23,7 @@ from qclip.training.sampling import Sampler, generator_at
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a physical batch is: number ``position`` of logical step ``step``, with ``num_examples`` that count."""
+    """The mark of a physical batch: number ``position`` of logical step ``step``, with ``num_examples`` examples."""
 
     step: int
     position: int
@@ -30,34 +31,58 @@ class Ticket:
     last: bool
     """Whether the logical batch ends here."""
     indices: tuple[int, ...] = field(default=(), compare=False, repr=False)
-    """The examples: as secret as the seed."""
+    """The indices of the examples: as secret as the seed."""
     batch: Any = field(default=None, compare=False, repr=False)
-    """What the loader gave for it."""
+    """The batch as the loader yielded it."""
 
     @property
     def num_slots(self) -> int:
-        """How many examples the batch holds: an empty draw holds one, which does not count."""
+        """The number of examples in the batch: an empty draw holds one, which does not count."""
         return max(self.num_examples, 1)
 
     def is_counted(self, device: torch.device) -> Tensor:
-        """Return which slots count, [num_slots]."""
+        """Return the mask of the slots that count, [num_slots]."""
         return torch.arange(self.num_slots, device=device) < self.num_examples
 
 
 def cut(indices: NDArray[np.intp], step: int, physical_batch_size: int | None) -> Iterator[tuple[list[int], Ticket]]:
-    """Cut a logical batch into physical batches of at most the given size; an empty one is example 0, not counted."""
+    """Cut a logical batch into physical batches.
+
+    Args:
+        indices: The examples of the step; an empty draw becomes example 0, which does not count.
+        step: The number of the logical step.
+        physical_batch_size: The most examples of a physical batch; None for all of the step.
+
+    Yields:
+        The indices of each physical batch, and its ticket.
+    """
     if indices.size == 0:
         yield [0], Ticket(step, position=0, num_examples=0, last=True, indices=(0,))
         return
-    width = physical_batch_size or indices.size
-    starts = range(0, indices.size, width)
+    size = physical_batch_size or indices.size
+    starts = range(0, indices.size, size)
     for position, start in enumerate(starts):
-        chosen = indices[start : start + width].tolist()
-        yield chosen, Ticket(step, position, len(chosen), last=start == starts[-1], indices=tuple(chosen))
+        piece = indices[start : start + size].tolist()
+        yield piece, Ticket(step, position, len(piece), last=start == starts[-1], indices=tuple(piece))
 
 
 class Tickets:
-    """The tickets of batches that were handed out and not yet used, in order."""
+    """The tickets of batches that were yielded and not yet used, in order.
+
+    Guarantees:
+        * Each ticket is redeemed once, in the order of issue.
+        * The tensors of a batch that was used, voided or issued later are refused.
+        * The tensors of a batch that were changed in place are refused.
+
+    Edge cases:
+        * A copy of a batch, on another device for instance, cannot be told from another batch of the same size: it
+          redeems the next ticket.
+        * Several batches may share tensors, such as a constant of the collate function.
+        * A batch without tensors, or in which no tensor has the right number of rows: refused.
+
+    Args:
+        rows_per_example: The number of rows of an example.
+    """
 
     def __init__(self, rows_per_example: int = 1) -> None:
         self._rows_per_example = rows_per_example
@@ -66,58 +91,68 @@ class Tickets:
 
     @property
     def front(self) -> Ticket | None:
-        """The ticket of the next batch to be used."""
+        """The ticket of the next batch to be used; None if there is none."""
         return self._issued[0][0] if self._issued else None
 
     def issue(self, ticket: Ticket, batch: Any) -> None:
-        """Note that a batch was handed out."""
+        """Record that a batch was yielded."""
         versions = [(weakref.ref(tensor), tensor._version) for tensor in tensor_leaves(batch)]
         self._issued.append((replace(ticket, batch=batch), versions))
 
     def redeem(self, batch: Any) -> Ticket:
-        """The ticket of the batch that is now used (or of the outputs and targets that come from it).
+        """Return the ticket of a batch, and mark it as used.
 
-        A copy of a batch, on another device for instance, cannot be told from another batch of its size; the very
-        tensors of a later batch are recognised, and refused.
+        Args:
+            batch: The batch, or the outputs and targets that were computed from it.
+
+        Raises:
+            qclip.Refusal: Unless the batch is the next one that the loader yielded, unchanged.
         """
         if not self._issued:
-            remedy = (
-                "use each batch of training.loader once; for other data, call the model and the criterion themselves"
-            )
-            raise check.refuse(
-                "batch", "without a ticket", "one that training.loader gave and that was not used", remedy
+            raise Refusal(
+                "batch is not an unused batch of training.loader: use each of its batches once; for other data, call "
+                "the model and the criterion directly"
             )
         (ticket, versions), *others = self._issued
         own = [ref for ref, _ in versions]
-        given = tensor_leaves(batch)
-        if not given:
+        batch_tensors = tensor_leaves(batch)
+        if not batch_tensors:
             remedy = (
-                "collate to tensors, or tuples, lists and dicts of them (for a BatchEncoding, import the integration)"
+                "collate to tensors, or to tuples, lists and dicts of them (for a BatchEncoding, import "
+                "qclip.integrations.transformers)"
             )
             raise check.refuse("batch", type(batch).__name__, "a nest of tensors", remedy)
-        ids = {id(tensor) for tensor in given} - _alive(own)  # a collate function may share tensors
-        if ids & _alive(ref for _, each in others for ref, _ in each):
-            remedy = "use every batch of training.loader, in order: skipping one would change who is sampled"
-            raise check.refuse("batch", "a later one", "the first that was not used", remedy)
+        ids = {id(tensor) for tensor in batch_tensors} - _alive(own)  # a collate function may share tensors
+        if ids & _alive(ref for _, later_versions in others for ref, _ in later_versions):
+            raise Refusal(
+                "batch is not the next one of training.loader: use every batch, in order; skipping one would change "
+                "which examples are sampled"
+            )
         self._spent = [ref for ref in self._spent if ref() is not None]
         if ids & _alive(self._spent):
-            remedy = "use every batch of training.loader once: an example that counts twice is not protected"
-            raise check.refuse("batch", "used or void already", "the first that was not used", remedy)
-        lengths = (ticket.num_slots, ticket.num_slots * self._rows_per_example)
-        if all(tensor.dim() == 0 or tensor.shape[0] not in lengths for tensor in given):
-            remedy = "pass the batches of training.loader whole, one example per row of the first dimension"
-            shapes = [tuple(tensor.shape) for tensor in given]
-            raise check.refuse("batch", f"tensors of shapes {shapes}", f"of {ticket.num_slots} examples", remedy)
+            raise Refusal(
+                "batch was used already, or belongs to a pass that has ended: use every batch of training.loader once; "
+                "an example that counts twice is not protected"
+            )
+        num_rows = (ticket.num_slots, ticket.num_slots * self._rows_per_example)
+        if all(tensor.dim() == 0 or tensor.shape[0] not in num_rows for tensor in batch_tensors):
+            shapes = [tuple(tensor.shape) for tensor in batch_tensors]
+            raise Refusal(
+                f"batch has tensors of shapes {shapes}, but the next batch of training.loader has {ticket.num_slots} "
+                "examples: pass the batches of training.loader whole, with the examples along the first dimension"
+            )
         if any(tensor._version != version for ref, version in versions if (tensor := ref()) is not None):
-            remedy = "put what changes it into the model, the loss or the data set, where it can be proven"
-            raise check.refuse("batch", "changed in place", "as training.loader gave it", remedy)
+            raise Refusal(
+                "batch was changed in place after training.loader yielded it: move the change into the model, the loss "
+                "or the data set, where it can be proven"
+            )
         self._issued.popleft()
         self._spent.extend(own)
         return ticket
 
     def clear(self) -> None:
-        """Void them all: none of these batches can be used any more."""
-        self._spent.extend(ref for _, each in self._issued for ref, _ in each)
+        """Void all tickets: none of their batches can be used any more."""
+        self._spent.extend(ref for _, versions in self._issued for ref, _ in versions)
         self._issued.clear()
 
 
@@ -126,19 +161,19 @@ def _alive(refs: Iterable[weakref.ref[Tensor]]) -> set[int]:
 
 
 class TicketLoader:
-    """Batches of the data, drawn by a sampler and cut to size, each with a ticket.
+    """An iterable of physical batches, drawn by a sampler, each with a ticket.
 
-    A pass is the rest of the current epoch, or of the plan when that was given in steps. Beginning a pass ends the one
-    before. There is no ``len``: how many physical batches a pass has is random.
+    One pass yields the rest of the current epoch, or of the plan if its length was given in steps. A new pass ends the
+    one before. There is no ``len``: the number of physical batches of a pass is random.
 
     Args:
-        source: A map-style data set, or a DataLoader: its data set, collate function, workers and pinning are kept,
-            its batch size, shuffling and generator are not.
+        source: A map-style data set, or a DataLoader. The data set, collate function, workers and pinning of a
+            DataLoader are kept; its batch size, shuffling and generator are not.
         sampler: Draws the examples of each step.
-        plan: How many steps a pass and the run have.
-        done: Its length is the number of logical steps done.
+        plan: The number of steps of a pass and of the run.
+        done: The records of the steps done; only their number is read.
         physical_batch_size: The most examples of a physical batch; None for all of a step.
-        rows_per_example: How many rows of a tensor belong to one example.
+        rows_per_example: The number of rows of an example.
     """
 
     def __init__(
@@ -154,7 +189,7 @@ class TicketLoader:
         self.sampler = sampler
         self.tickets = Tickets(rows_per_example)
         self.num_examples = dataset_size(source)
-        """How many there are: not public, where another size was given for that."""
+        """The true number of examples: not public if the plan has another ``dataset_size``."""
         self.random_state: RandomState | None = None
         """That of the global generators before the first batch of the current logical step was fetched."""
         self._source, self._plan, self._done = source, plan, done
@@ -167,10 +202,10 @@ class TicketLoader:
     def __iter__(self) -> Iterator[Any]:
         steps = self._plan.steps_of_pass(len(self._done))
         self.abandon()
-        mine = self._pass = object()
-        # A pass gives its workers the same seeds when it is begun again, by a resumed run for instance.
+        current_pass = self._pass = object()
+        # A pass that is begun again, by a resumed run for instance, must seed its workers as before.
         self._workers.manual_seed(int(generator_at(self.sampler.seed, steps.start).integers(2**63)))
-        drawn = self._draws.begin(steps)
+        queue = self._draws.begin(steps)
         batches, ticket = iter(self._batches), None
         while True:
             if ticket is None or ticket.last:
@@ -179,55 +214,58 @@ class TicketLoader:
                 batch = next(batches)
             except StopIteration:
                 return
-            ticket = drawn.popleft()
+            ticket = queue.popleft()
             self.tickets.issue(ticket, batch)
             yield batch
-            if self._pass is not mine:
-                remedy = "start a new one: it begins at the first logical batch that was not completed"
-                raise check.refuse("this pass over training.loader", "ended", "the latest, with no error in it", remedy)
+            if self._pass is not current_pass:
+                raise Refusal(
+                    "this pass over training.loader has ended, by an error or by a newer pass: start a new one, which "
+                    "begins at the first logical batch that was not completed"
+                )
 
     def reseed(self, seed: np.random.SeedSequence) -> None:
-        """Draw from another seed from now on."""
+        """End the pass, and draw all later steps from another seed."""
         self.abandon()
         self.sampler = self._draws.sampler = replace(self.sampler, seed=seed)  # type: ignore[type-var]
 
     def everything(self, chunk: int) -> Iterator[Any]:
-        """Every example once, in order, in batches of at most ``chunk``; they carry no tickets."""
+        """Iterate over every example once, in order, in batches of at most ``chunk`` examples without tickets."""
         size = self.num_examples
         chunks = [list(range(start, min(start + chunk, size))) for start in range(0, size, chunk)]
         return iter(_data_loader(self._source, chunks, torch.Generator()))
 
     def abandon(self) -> None:
-        """End the pass: its tickets are void, and its next batch is refused."""
+        """End the pass: void its tickets, and refuse its next batch."""
         self._pass = None
         self.tickets.clear()
 
 
 @dataclass(frozen=True)
 class _Gathered:
-    """What a DataLoader makes of a TensorDataset, by one indexing per tensor instead of one per example."""
+    """The batches of a DataLoader over a TensorDataset, by one index_select per tensor instead of one per example."""
 
     dataset: TensorDataset
     indices: Iterable[list[int]]
 
     def __iter__(self) -> Iterator[list[Tensor]]:
-        for chosen in self.indices:
-            index = torch.tensor(chosen)
+        for batch_indices in self.indices:
+            index = torch.tensor(batch_indices)
             yield [tensor.index_select(0, to_device_async(index, tensor.device)) for tensor in self.dataset.tensors]
 
 
 class Request(NamedTuple):
-    """An item asked of a worker process, and the seed of whatever is drawn for it."""
+    """The index of an item that a worker process reads, and the seed of its random transforms."""
 
     index: int
     seed: int
 
 
 class SeededItems(Dataset[Any]):
-    """A data set in a worker process: what it draws for an item depends neither on the worker nor on items before.
+    """A data set in a worker process, seeded for each item.
 
-    So a run that is resumed, with any number of workers, fetches what it would have fetched: else steps that were
-    released before would be released again with the same noise and other sums.
+    The random numbers of an item depend neither on the worker nor on earlier items. So a resumed run fetches the same
+    data with any number of workers. Otherwise, steps that were released before would be released again with the same
+    noise and other sums.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -262,33 +300,36 @@ def _seed(request: int | Request) -> None:
 
 
 class _Draws:
-    """The index lists of a pass, for a DataLoader that may ask ahead of what it yields; tickets wait here, in order."""
+    """The index lists of a pass, as the batch sampler of a DataLoader.
+
+    A DataLoader reads ahead of what it yields; the tickets wait in a queue until then.
+    """
 
     def __init__(self, sampler: Sampler, physical_batch_size: int | None, *, seeded: bool) -> None:
         self.sampler = sampler
         self._physical_batch_size = physical_batch_size
         self._seeded = seeded
         self._steps = range(0)
-        self._drawn: deque[Ticket] = deque()
+        self._queue: deque[Ticket] = deque()
 
     def begin(self, steps: range) -> deque[Ticket]:
-        """Start a pass; the deque returned fills as the DataLoader asks."""
-        self._steps, self._drawn = steps, deque()
-        return self._drawn
+        """Start a pass; return its queue of tickets, which fills as the DataLoader reads."""
+        self._steps, self._queue = steps, deque()
+        return self._queue
 
     def __iter__(self) -> Iterator[Sequence[int | Request]]:
-        drawn = self._drawn
+        queue = self._queue
         for step in self._steps:
-            examples = self.sampler.draw(step)
-            seeds = iter(self._seeds(step, len(examples)))
-            for indices, ticket in cut(examples, step, self._physical_batch_size):
-                drawn.append(ticket)
+            drawn_indices = self.sampler.draw(step)
+            seeds = iter(self._seeds(step, len(drawn_indices)))
+            for indices, ticket in cut(drawn_indices, step, self._physical_batch_size):
+                queue.append(ticket)
                 yield [Request(index, next(seeds)) for index in indices] if self._seeded else indices
 
-    def _seeds(self, step: int, examples: int) -> list[int]:
-        """One for each example of the step, in order: they do not depend on how it is cut."""
+    def _seeds(self, step: int, num_examples: int) -> list[int]:
+        """Return a seed for each example of the step, in order: independent of how the step is cut."""
         return (
-            generator_at(self.sampler.seed, step, 1).integers(2**63, size=max(1, examples)).tolist()
+            generator_at(self.sampler.seed, step, 1).integers(2**63, size=max(1, num_examples)).tolist()
             if self._seeded
             else []
         )

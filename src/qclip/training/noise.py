@@ -1,4 +1,4 @@
-"""Noise: a raw sum goes in, a release comes out. The size of the noise is read off the sum, never passed beside it."""
+"""Noise: from a raw sum to a release. The sum carries its own sensitivity, so no caller can pass a wrong one."""
 
 import itertools
 import math
@@ -15,7 +15,7 @@ from qclip.theory import group_noise
 from qclip.training.sums import BoundedSum, NoisySum
 
 CHUNK: Final = 2**16
-"""How many elements come from one random stream on a CPU, whichever thread makes them."""
+"""Elements per random stream on a CPU, for any number of threads."""
 
 
 def release(
@@ -26,25 +26,30 @@ def release(
     divisor: float = 1.0,
     dtypes: Mapping[Any, torch.dtype] | None = None,
 ) -> NoisySum:
-    """Add Gaussian noise to a sum and divide: as private as one Gaussian release at ``noise_multiplier``.
+    """Add Gaussian noise to a sum and divide it: one Gaussian release at ``noise_multiplier``.
 
     Guarantees:
-        * The noise is ``noise_multiplier`` times the L2 bound of the sum with one group. With several it is shared so
-          that its total power is least (`qclip.theory.group_noise`).
-        * Every coordinate gets independent noise, from ``source`` alone.
-        * Noise and sum are added in float64, and the result is rounded to a multiple of `grid_spacing` before it gets
-          its final precision: its last bits tell nothing about the sum.
-        * A multiplier of 0 draws nothing and adds nothing.
+        * With one group, the standard deviation of the noise is ``noise_multiplier`` times the L2 bound of the sum.
+          With several groups, the noise is shared so that its total power is least (`qclip.theory.group_noise`).
+        * Every coordinate gets independent noise, from ``source`` alone. Global generators are not touched.
+        * Noise and sum are added in float64 and rounded to a multiple of `grid_spacing` before the cast to the final
+          dtype, so that the last bits reveal nothing about the sum.
+        * ``divisor`` divides the noise as well as the sum.
+
+    Edge cases:
+        * ``noise_multiplier`` 0: no noise is drawn or added, and nothing is rounded to a grid.
+        * An unresolved sum is resolved first.
+        * A sum that holds only some coordinates of a group gets the noise of the whole group (``group_dims``).
 
     Args:
-        value: The raw sum; resolved if it was not.
+        value: The raw sum.
         noise_multiplier: The ratio of noise to sensitivity.
-        source: Where the random numbers come from.
+        source: The random numbers.
         divisor: A public number, such as the expected batch size.
-        dtypes: The precision of the result, by key; that of the raw tensor where left out.
+        dtypes: The dtype of each released tensor, by key; by default that of the raw tensor.
 
     Returns:
-        The noisy tensors and the standard deviation of their noise.
+        The noisy tensors, in the order and the shapes of the raw ones, and the standard deviations of their noise.
     """
     value = value.resolve()
     dtypes = {} if dtypes is None else dtypes
@@ -70,16 +75,16 @@ def release(
 
 
 def grid_spacing(std: float) -> float:
-    """Return the distance of neighbouring released values: the largest power of two up to 2^-16 of the noise's std.
+    """Return the distance of neighbouring released values: the largest power of two up to ``2**-16 * std``.
 
-    A floating-point sum carries traces of both terms in its last bits, whatever the noise. Values on one grid that
+    The last bits of a floating-point sum carry traces of both terms, however large the noise. Values on a grid that
     depends on public numbers only have no such bits.
     """
     return math.ldexp(1.0, math.frexp(std)[1] - 17)
 
 
 def noise_stds(value: BoundedSum, noise_multiplier: float) -> tuple[float, ...]:
-    """Return the standard deviation of the noise of each group: from public values only, so the same everywhere."""
+    """Return the standard deviation of the noise of each group, from public values only: the same on every rank."""
     return tuple(group_noise(value.group_bounds, value.group_dims, noise_multiplier).stds.tolist())
 
 
@@ -92,15 +97,17 @@ def group_dims(tensors: Mapping[str, Tensor], members: Mapping[str, int], num_gr
 
 
 Stream = Callable[[int], np.random.Generator]
-"""From the number of a chunk to that chunk's own random numbers."""
+"""Returns the random generator of a chunk, given the chunk's number."""
 
 
 class NoiseSource:
-    """Random numbers from a key of 128 bits, which are the operating system's unless there is a seed.
+    """Random numbers from a key of 128 bits: from the operating system, or from a seed.
 
-    Each draw takes counters of Philox (4 x 64 bits) that no other draw uses, so no two share random numbers, and where
-    a draw begins does not depend on how much the last one used. Not cryptographic: nobody has promised that outputs of
-    Philox do not tell its key.
+    Each draw has Philox counters (4 x 64 bits) of its own. So no two draws share random numbers, and the start of a
+    draw does not depend on the length of the last one. Philox is not cryptographic: its outputs may reveal its key.
+
+    Args:
+        seed: A seed, for tests and reproducible runs; None for entropy of the operating system.
     """
 
     def __init__(self, seed: int | np.random.SeedSequence | None = None) -> None:
@@ -110,28 +117,28 @@ class NoiseSource:
         self._draws = 0
 
     def streams(self) -> Stream:
-        """A new draw, in as many parts as are asked for, each independent of the others."""
+        """Begin a draw; return its independent streams, by number."""
         key, counter = self._key, self._begin(0)
-        return lambda part: np.random.Generator(np.random.Philox(key=key, counter=counter | part << 64))
+        return lambda number: np.random.Generator(np.random.Philox(key=key, counter=counter | number << 64))
 
     def words(self) -> tuple[int, int]:
-        """A new draw: two secret words of 64 bits, for a kernel that makes its own random numbers of them."""
+        """Begin a draw; return two secret words of 64 bits, the key of a kernel's own random numbers."""
         low, high = np.random.Philox(key=self._key, counter=self._begin(1)).random_raw(2).tolist()
         return low, high
 
     def state_dict(self) -> dict[str, int]:
-        """All there is to know, as plain data: a secret."""
+        """Return the whole state as plain data. Keep it secret: the noise follows from it."""
         return {"key": self._key, "draws": self._draws}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken."""
+        """Continue from a `state_dict`."""
         self._key, self._draws = state["key"], state["draws"]
 
     def _begin(self, purpose: int) -> int:
-        """Where the next draw's counters begin, of 256 bits: purpose, draw, part, and what Philox counts itself.
+        """Return the first counter of the next draw, 256 bits: purpose, draw, stream, and Philox's own count.
 
-        The purpose is in it because a run may go on by another way than it was saved, and words that were used as
-        normal numbers once must not become a kernel's secret.
+        The purpose is part of it because a resumed run may use the kernel where the saved one did not: words that
+        became normal numbers once must not become a kernel's secret.
         """
         counter = purpose << 192 | self._draws << 128
         self._draws += 1
@@ -146,48 +153,60 @@ def noisy_sums(
     stream: Stream,
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """``scale * raw + std * normal`` in float64, to the nearest multiple of ``spacing``; then rounded to ``dtype``.
+    """Compute ``scale * raw + std * normal`` in float64, rounded to a multiple of ``spacing`` and then to ``dtype``.
 
-    The twin of the kernel: ``stream`` gives each chunk its own random numbers.
-    Sums of other devices are fetched and sent back, noise and all: right, but slow.
+    The slow twin of `qclip.engine.kernels.noise.noisy_sums`. Sums on other devices are copied to the CPU and back:
+    correct, but slow.
+
+    Args:
+        raws: The raw sums, all on one device.
+        stds: The standard deviation of the noise of each, after scaling.
+        spacings: The grid spacing of each: a power of two.
+        scale: A public factor.
+        stream: The random generator of each chunk.
+        dtype: The dtype of the result.
+
+    Returns:
+        The noisy sums, in the shapes of the raw ones.
     """
     lengths = [raw.numel() for raw in raws]
-    together = torch.cat([raw.detach().reshape(-1) for raw in raws]).to("cpu")
-    found = torch.empty(len(together), dtype=torch.promote_types(dtype, torch.float32))  # numpy has no bfloat16
-    given, written = together.to(torch.promote_types(together.dtype, torch.float32)).numpy(), found.numpy()
+    flat_raw = torch.cat([raw.detach().reshape(-1) for raw in raws]).to("cpu")
+    flat_noisy = torch.empty(len(flat_raw), dtype=torch.promote_types(dtype, torch.float32))  # numpy has no bfloat16
+    raw_array = flat_raw.to(torch.promote_types(flat_raw.dtype, torch.float32)).numpy()
+    noisy_array = flat_noisy.numpy()
 
     def fill(numbered: tuple[int, list[tuple[int, slice]]]) -> None:
         number, pieces = numbered
         start = pieces[0][1].start
-        noise = stream(number).standard_normal(pieces[-1][1].stop - start)
-        for k, part in pieces:
-            here = noise[part.start - start : part.stop - start]
-            # In units of the spacing, a power of two: dividing by it rounds nothing.
-            here *= stds[k] / spacings[k]
-            here += np.multiply(given[part], scale / spacings[k], dtype=np.float64)
-            here += 0.5
-            np.floor(here, out=here)
-            here *= spacings[k]
-            written[part] = here
+        normal = stream(number).standard_normal(pieces[-1][1].stop - start)
+        for k, piece in pieces:
+            values = normal[piece.start - start : piece.stop - start]
+            # In units of the spacing: dividing by a power of two rounds nothing.
+            values *= stds[k] / spacings[k]
+            values += np.multiply(raw_array[piece], scale / spacings[k], dtype=np.float64)
+            values += 0.5
+            np.floor(values, out=values)
+            values *= spacings[k]
+            noisy_array[piece] = values
 
     chunks = list(enumerate(_chunks(lengths, stds)))
     if (threads := min(torch.get_num_threads(), len(chunks))) > 1:
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(fill, chunks))  # numpy lets other threads run meanwhile
+            list(pool.map(fill, chunks))  # numpy releases the GIL while it draws
     else:
         for chunk in chunks:
             fill(chunk)
-    parts = found.to(raws[0].device, dtype).split(lengths)
-    # .data: each part has a version of its own, so that a change to one does not look like a change to all.
-    return [part.view(raw.shape).data for part, raw in zip(parts, raws, strict=True)]
+    noisy = flat_noisy.to(raws[0].device, dtype).split(lengths)
+    # .data gives each tensor its own version counter: a change to one must not look like a change to all.
+    return [tensor.view(raw.shape).data for tensor, raw in zip(noisy, raws, strict=True)]
 
 
 def _chunks(lengths: Sequence[int], stds: Sequence[float]) -> Iterator[list[tuple[int, slice]]]:
-    """All numbers in a row, cut into chunks, and these where another deviation begins: for which tensor, from where."""
+    """Cut the flat elements into chunks, and each chunk into pieces of one standard deviation: (tensor, slice)."""
     pieces: list[tuple[int, slice]] = []
     start = 0
-    for _, same in itertools.groupby(range(len(lengths)), key=stds.__getitem__):
-        tensors = list(same)
+    for _, with_one_std in itertools.groupby(range(len(lengths)), key=stds.__getitem__):
+        tensors = list(with_one_std)
         end = start + sum(lengths[k] for k in tensors)
         while start < end:
             stop = min(end, start - start % CHUNK + CHUNK)

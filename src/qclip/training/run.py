@@ -1,4 +1,4 @@
-"""A private run: `PrivateTraining`, made by `qclip.make_private`."""
+"""A private run: `PrivateTraining`, the stateful shell around the pure step."""
 
 import os
 import warnings
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from qclip import _validate as check
 from qclip import accounting, theory
+from qclip._validate import Refusal
 from qclip.engine import ClippedGradients, Engine
 from qclip.engine.compiled.driver import Compiled
 from qclip.engine.randomness import RandomState
@@ -40,10 +41,11 @@ from qclip.training.sums import ClipNorms, Key, Query, RawSums, raw_sums
 
 
 class PrivateTraining:
-    """A private run, made by `make_private`: fused with `step`, or an ordinary loop with `loss`.
+    """A private run, made by `make_private`: call `step` on each batch, or `loss` in an ordinary loop.
 
-    Both clip each physical batch, and add noise and move the parameters at a logical batch's last one, and only there.
-    An error inside a logical batch drops its sums and charges nothing; a new pass over `loader` begins at that batch.
+    * Each physical batch is clipped. Noise is added, and the parameters move, only at the last of a logical batch.
+    * An error inside a logical batch drops its sums and spends nothing; a new pass over `loader` begins at that batch.
+    * `history`, `epsilon` and `lost_threshold` are released or public. Losses are raw.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class PrivateTraining:
         seed: int | None,
     ) -> None:
         self.updated = False
-        """Whether the last call ended a logical step: for schedulers and averages of the parameters."""
+        """Whether the last call completed a logical step: the time to step schedulers and parameter averages."""
         self._engine, self._optimizers, self._plan = engine, tuple(optimizers), plan
         self._evaluation, self._step_size, self._physical_batch_size = evaluation, step_size, physical_batch_size
         self._is_compiled = compiled is not None
@@ -91,7 +93,7 @@ class PrivateTraining:
             delta=plan.delta,
             accountant=plan.accountant,
         )
-        """Epsilon against steps done: `epsilon` on a grid, rounded up, for progress and records."""
+        """Epsilon as a function of steps done: `epsilon` on a grid, rounded up, for progress and records."""
 
         sampling_seed, noise_seed = np.random.SeedSequence(seed).spawn(2)
         self._noise = NoiseSource(noise_seed)
@@ -103,7 +105,7 @@ class PrivateTraining:
             physical_batch_size=physical_batch_size,
             rows_per_example=evaluation.rows_per_example,
         )
-        """The batches of the data, drawn for each step: one pass is one epoch, or the whole plan."""
+        """The physical batches of the data: one pass is one epoch, or the whole plan if it was given in steps."""
         fetch_proof = FetchProof(Fetch.of(source), engine, self.loader.num_examples)
         self._clipper = Clipper(engine, compiled, evaluation, fetch_proof)
         self._data = DataFingerprint(dataset_of(source))
@@ -113,17 +115,17 @@ class PrivateTraining:
 
     @property
     def num_steps(self) -> int:
-        """The logical steps of the whole plan."""
+        """The number of logical steps of the plan."""
         return self._plan.num_steps
 
     @property
     def steps_per_epoch(self) -> int:
-        """The logical steps in which each example is drawn once on average."""
+        """The number of logical steps in which an example is drawn once on average."""
         return self._plan.steps_per_epoch
 
     @property
     def finished(self) -> bool:
-        """Whether every step of the plan is done: another pass would be refused."""
+        """Whether all steps of the plan are done. Another pass is then refused."""
         return len(self._records) == self._plan.num_steps
 
     @property
@@ -133,34 +135,31 @@ class PrivateTraining:
 
     @property
     def threshold(self) -> Threshold[Any]:
-        """Where it clips; what it has learnt is in the history."""
+        """The threshold, as it was given. `history` has its clip norms."""
         return self._rule.threshold
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The names of the groups of parameters that are clipped together."""
+        """The names of the groups of parameters; each group is clipped together."""
         return self._engine.groups.names
 
     @property
     def history(self) -> History:
-        """A record for each logical step done: a view, read like a tuple, that grows with the run."""
+        """The records of the logical steps done: a read-only view that grows with the run."""
         return self._history
 
     @property
     def lost_threshold(self) -> str:
-        """Whether the threshold has lost its quantile: since when, in what way and what to do; empty while it has not.
-
-        From released values, like `history`, whose records say it of each step.
-        """
+        """The reason and the remedy if the threshold has lost its quantile; otherwise empty. From released values."""
         return explain(self._records, self._rule.threshold, self.groups)
 
     @property
     def noise_multipliers(self) -> accounting.Split:
-        """The noise of the gradient sum and of the counts, each relative to its own sensitivity."""
+        """The noise multipliers of the gradient sum and of the counts, each relative to its own sensitivity."""
         return self._rule.noise
 
     def epsilon(self, delta: float | None = None) -> float:
-        """The epsilon spent so far, exactly: what the accountant says of the steps that were released."""
+        """Return the epsilon spent so far, for the steps released; ``delta`` is by default that of the plan."""
         return accounting.epsilon(
             noise_multiplier=self._accounted,
             sample_rate=self._plan.sample_rate,
@@ -171,19 +170,24 @@ class PrivateTraining:
 
     @property
     def _accounted(self) -> float:
-        """The noise multiplier that counts: none, where the threshold sees raw norms."""
+        """The noise multiplier for the accountant: 0 if the threshold sees raw norms."""
         return self._plan.noise_multiplier if self._rule.threshold.private else 0.0
 
     def certificate(
         self, assumptions: theory.Assumptions, confidence: float = 0.95, *, p_lo: float | None = None
     ) -> theory.Bound:
-        """What the run so far has achieved, by `qclip.theory.certificate`, from its own record.
+        """Return the bound on the weighted mean of ``E ||grad f||^2`` that the record so far certifies.
 
-        For what the theorem is about, and refused otherwise: plain SGD (no momentum, no weight decay) that applied
-        every gradient; step sizes that were fixed before the run, so not normalized ones, nor those of a function or a
-        scheduler that may react to it; flat clipping at a threshold that counts unclipped examples and does not look
-        at a step's own. ``p_lo``: a lower bound on every step's unclipped fraction, where one is known; else the record
-        has to show one.
+        Args:
+            assumptions: The constants of the problem (`qclip.theory.certificate`).
+            confidence: The probability with which the bounds on the noisy clipped fractions hold.
+            p_lo: A lower bound on the unclipped fraction of every step; by default the record has to show one.
+
+        Raises:
+            qclip.Refusal: Unless the theorem covers the run: plain SGD (no momentum, no weight decay) that applied
+                every gradient; step sizes fixed before the run, without ``rescale_to_unit_norm`` and without a
+                function or a scheduler that may react to the run; flat clipping at a threshold that counts unclipped
+                examples and does not look at a step's own examples.
         """
         certificate.require_covered(
             self._history,
@@ -193,7 +197,7 @@ class PrivateTraining:
             rescale_to_unit_norm=self._rule.rescale_to_unit_norm,
             departure=self._departures.so_far(applied=self._guard.applied),
             plan=self._plan,
-            examples=self.loader.num_examples,
+            num_examples=self.loader.num_examples,
         )
         return certificate.certify(
             assumptions,
@@ -208,7 +212,7 @@ class PrivateTraining:
         )
 
     def step(self, *batch: Any) -> Tensor:
-        """Take the whole private step for a batch of the loader, or for ``(x, y)``; return its raw mean loss, 0-dim."""
+        """Train on a physical batch of `loader`, given as ``batch`` or ``x, y``; return its raw mean loss, 0-dim."""
         with self._attempt():
             ticket, gradients = self._clip(batch)
             self._take(ticket, gradients)
@@ -220,10 +224,10 @@ class PrivateTraining:
         return _mean_loss(gradients, ticket)
 
     def loss(self, *batch: Any) -> PrivateLoss:
-        """Return the loss of ``(outputs, targets)``, or of a batch that goes through the model here.
+        """Return the loss of ``(outputs, targets)``, or of a whole batch, on which qclip runs the model.
 
-        Call its ``backward()``, then ``optimizer.step()`` and ``optimizer.zero_grad()``, at every physical batch: they
-        do nothing until the logical batch is complete.
+        Call its ``backward()``, then ``optimizer.step()`` and ``optimizer.zero_grad()``, at every physical batch: the
+        optimizer moves nothing until the logical batch is complete.
         """
         with self._attempt():
             ticket, gradients = self._clip(batch) if len(batch) == 1 else self._clip_outputs(*batch)
@@ -239,10 +243,10 @@ class PrivateTraining:
         return PrivateLoss(_mean_loss(gradients, ticket), hand_over)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return qclip's own state, as of the last completed logical step: plain data.
+        """Return the state of the run after the last completed logical step, as plain data.
 
-        Keep it as secret as the data until the run is complete: it holds the seeds of sampling and noise, with which
-        the noise could be subtracted, and a fingerprint of the data. That of a complete run holds neither.
+        Keep it as secret as the data until the run is complete: it holds a fingerprint of the data, and the seeds of
+        sampling and noise, with which the noise could be subtracted. The state of a complete run holds neither.
         """
         self._guard.refuse_pending("the state is taken")
         return {
@@ -255,13 +259,13 @@ class PrivateTraining:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`, of this run or of one made with the same arguments and the same data."""
+        """Continue from a `state_dict` of this run, or of a run with the same arguments and the same data."""
         self._require_same_run(state)
         self._logical = None
         self.loader.abandon()
         self._guard.clear()
         self.updated = False
-        self._records[:] = map(record_of, state["history"])  # in place: the history stays a view of it
+        self._records[:] = map(record_of, state["history"])  # in place, because `history` is a view of the list
         self._warned_lost = any(record.lost for record in self._records)
         self._threshold_state = state["threshold_state"]
         self._engine.draws |= state["execution"] is not None
@@ -273,16 +277,16 @@ class PrivateTraining:
         if secrets["noise"].get("kind") == self._engine.device.type:
             self._noise.load_state_dict(secrets["noise"])
         else:
-            # Another kind of device rounds otherwise, so this cannot become the run that would have been; and noise
-            # that is added to two different sums can be subtracted. So fresh noise, whatever the seed was.
+            # Another kind of device rounds differently, so the steps would not repeat those of the saved run; and
+            # noise that is added to two different sums can be subtracted. So draw fresh noise, whatever the seed.
             self._noise = NoiseSource()
         if secrets["random"] is not None:
             RandomState.from_state_dict(secrets["random"]).restore()
 
     def save(self, path: str | os.PathLike[str], **others: Any) -> None:
-        """Write a checkpoint: this run, its model and optimizers, and whatever else has a ``state_dict``, by name.
+        """Write a checkpoint of the run, its model, its optimizers, and other objects with a ``state_dict``, by name.
 
-        The file is replaced in one go. It holds what `state_dict` says about secrets; only its owner can read it.
+        The file is replaced atomically, and only its owner can read it. It holds the secrets of `state_dict`.
         """
         content = {
             "training": self.state_dict(),
@@ -293,35 +297,35 @@ class PrivateTraining:
         checkpoint.write(path, content)
 
     def load(self, path: str | os.PathLike[str], **others: Any) -> None:
-        """Go on from a checkpoint of `save`, with the same others: the run that would have been, bit for bit on a CPU.
+        """Continue from a checkpoint of `save`, with the same other objects: bit for bit on a CPU.
 
-        Refused, and nothing touched, where the file is damaged, of a newer version, of another run or of other data.
+        A file that is damaged, of a newer version, of another run or of other data is refused before anything changes.
         """
         content = checkpoint.read(path, self._engine.device)
-        mine = self._foreign(others)
-        if set(content["others"]) != set(mine):
-            remedy = "pass what was saved, under the same names"
-            raise check.refuse("others", sorted(mine), f"{sorted(content['others'])}, as in the file", remedy)
+        foreign = self._foreign(others)
+        if set(content["others"]) != set(foreign):
+            remedy = "pass the objects that were saved, under the same names"
+            raise check.refuse("others", sorted(foreign), f"{sorted(content['others'])}, as in the file", remedy)
         self._require_same_run(content["training"])
         checkpoint.require_same_tensors(self._engine.model, content["model"])
         checkpoint.require_same_optimizers(self._optimizers, content["optimizers"])
         self._engine.model.load_state_dict(content["model"])
-        for optimizer, named in zip(self._optimizers, content["optimizers"], strict=True):
-            optimizer.load_state_dict(named["state"])
-        for name, other in mine.items():
+        for optimizer, saved in zip(self._optimizers, content["optimizers"], strict=True):
+            optimizer.load_state_dict(saved["state"])
+        for name, other in foreign.items():
             other.load_state_dict(content["others"][name])
-        self.load_state_dict(content["training"])  # last: making the others draws from generators
+        self.load_state_dict(content["training"])  # last, because it restores the global generators
 
     def _foreign(self, others: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the others that are not saved anyway."""
+        """Return the objects that the run does not save itself."""
         own = (self, self._engine.model, *self._optimizers)
-        return {name: other for name, other in others.items() if not any(other is mine for mine in own)}
+        return {name: other for name, other in others.items() if not any(other is owned for owned in own)}
 
     def _secrets(self) -> dict[str, Any]:
         seed = self.loader.sampler.seed
-        between = self._logical is None and self.loader.tickets.front is None
-        # In the middle of a logical batch the run goes back to where that batch was fetched.
-        random_state = RandomState.now() if between else self.loader.random_state
+        is_between_steps = self._logical is None and self.loader.tickets.front is None
+        # A run that is stopped inside a logical batch is resumed before that batch was fetched.
+        random_state = RandomState.now() if is_between_steps else self.loader.random_state
         return {
             "sampling": checkpoint.seed_state(seed),
             "data": self._data.under(seed),
@@ -340,7 +344,7 @@ class PrivateTraining:
         }
 
     def _schedules(self) -> dict[str, list[float]]:
-        """Return some values of every schedule: functions cannot be compared, and noise must not serve two runs."""
+        """Return values of every schedule to compare runs by: the noise of one run must not serve another."""
         last = self._plan.num_steps - 1
         steps = sorted({0, last // 3, 2 * last // 3, last})
         schedules = {"step_size": self._step_size} | vars(self.threshold)
@@ -349,7 +353,7 @@ class PrivateTraining:
         )
 
     def _execution(self) -> dict[str, Any]:
-        """Return what decides which random numbers an example gets in the forward pass."""
+        """Return the settings that decide which random numbers an example gets in the forward pass."""
         return {"physical_batch_size": self._physical_batch_size, "compile": self._is_compiled}
 
     def _require_same_run(self, state: Mapping[str, Any]) -> None:
@@ -369,7 +373,7 @@ class PrivateTraining:
         return ticket, self._clipper.clip_outputs(outputs, targets, ticket, logical.clip_norms)
 
     def _redeem(self, batch: Any) -> tuple[Ticket, "_LogicalStep"]:
-        """Return the ticket of this batch, and the logical step that it continues or begins."""
+        """Return the ticket of a batch, and the logical step that the batch continues or begins."""
         self.updated = False
         step = len(self._records)
         self._plan.require_budget(step)
@@ -379,9 +383,10 @@ class PrivateTraining:
             self._logical = _LogicalStep(ask(self._state, self._rule, self._dataset_norms))
         position = self._logical.num_batches
         if (ticket.step, ticket.position) != (step, position):
-            remedy = "call training.loss(...).backward() for every batch before the next one"
-            place = f"physical batch {ticket.position} of step {ticket.step}"
-            raise check.refuse("batch", place, f"physical batch {position} of step {step}", remedy)
+            raise Refusal(
+                f"batch is physical batch {ticket.position} of step {ticket.step}, but physical batch {position} of "
+                f"step {step} is due: call training.loss(...).backward() for every batch before the next one"
+            )
         return ticket, self._logical
 
     @property
@@ -389,14 +394,14 @@ class PrivateTraining:
         return StepState(len(self._records), self._threshold_state)
 
     def _dataset_norms(self) -> np.ndarray:
-        expected = self._plan.batch_size
-        return self._clipper.dataset_norms(self.loader, min(expected, self._physical_batch_size or expected))
+        batch_size = self._plan.batch_size
+        return self._clipper.dataset_norms(self.loader, min(batch_size, self._physical_batch_size or batch_size))
 
     def _take(self, ticket: Ticket, gradients: ClippedGradients) -> None:
         """Add a physical batch to the sums; after the last one, release them."""
         logical = self._logical
         assert logical is not None
-        self._departures.begin(self._departures.so_far(applied=self._guard.applied))  # before the guard forgets
+        self._departures.begin(self._departures.so_far(applied=self._guard.applied))  # before `clear` forgets it
         self._guard.clear()
         raw = logical.add(raw_sums(gradients, ticket.num_examples, logical.query, last=ticket.last))
         if ticket.last:
@@ -407,7 +412,7 @@ class PrivateTraining:
             self.updated = True
 
     def _apply(self, released: StepRelease) -> None:
-        """Record a release, and hand its gradient to the optimizers."""
+        """Record a release, and write its gradient for the optimizers."""
         step = len(self._records)
         if self._step_size is not None:
             _set_step_size(self._optimizers, at(self._step_size, step))
@@ -415,36 +420,39 @@ class PrivateTraining:
         self._departures.expect(step, rate)
         record = StepRecord(step, released.clip_norms, released.noisy_unclipped, rate / released.scale)
         lost = lost_groups([*self._records[1 - WINDOW :], record], self.threshold, self.groups)
-        # Charged before anyone can see it: an interruption between the two lines costs budget, not privacy.
+        # Charged before the gradient is visible: an interruption between the lines costs budget, not privacy.
         self._records.append(replace(record, lost=lost))
         self._threshold_state = released.state.threshold
         self._guard.write(released.noisy_gradient)
 
     def _warn_if_lost(self, stacklevel: int) -> None:
-        """Warn once a run, after the step is done: whoever turns warnings into errors has lost nothing."""
+        """Warn once per run, after the step: a warning that is turned into an error loses no step."""
         if self._records and self._records[-1].lost and not self._warned_lost:
             self._warned_lost = True
             warnings.warn(self.lost_threshold, LostThreshold, stacklevel=stacklevel)
 
     def _refuse_hopeless(self) -> None:
-        """Refuse a batch without a finite gradient where the model is at fault: nothing but noise can come of it."""
-        diverged = not all(bool(p.isfinite().all()) for p in self._engine.parameters.values())
-        if self._records and not diverged:
-            return  # an unlucky draw of bad examples: they count as clipped, and nobody learns of it
-        where = "the parameters are not finite" if diverged else "at the first step already"
-        remedy = (
-            "lower the learning rate" if diverged else "look for NaN in the inputs, the loss or the initial weights"
-        )
-        raise check.refuse("gradients", f"not finite for any example, {where}", "finite", remedy)
+        """Refuse a step without a finite gradient if the model is at fault: its release would be noise alone."""
+        if not all(bool(p.isfinite().all()) for p in self._engine.parameters.values()):
+            raise Refusal(
+                "the gradients are not finite for any example, because the parameters are not finite: lower the "
+                "learning rate"
+            )
+        if not self._records:
+            raise Refusal(
+                "the gradients are not finite for any example at the first step: look for NaN in the inputs, the loss "
+                "or the initial weights"
+            )
+        # An unlucky draw of bad examples is not refused: they count as clipped, and the release does not reveal them.
 
     def _slots_of_next_batch(self) -> int | None:
-        """Return how many examples the user's next forward pass will see; None when it is not one to watch."""
+        """Return the number of slots of the user's next forward pass; None if the pass is not part of the training."""
         ticket = self.loader.tickets.front
         return None if self._inside or ticket is None else ticket.num_slots
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
-        """Drop the logical batch if anything goes wrong inside: part of it must not be released, nor be mixed up."""
+        """Drop the logical batch on any error inside: its partial sums must be neither released nor added to."""
         try:
             self._inside = True
             yield
@@ -458,7 +466,7 @@ class PrivateTraining:
 
 @dataclass(eq=False)
 class _LogicalStep:
-    """A logical step whose physical batches are still coming in."""
+    """A logical step with the sums of its physical batches so far."""
 
     query: Query
     raw: RawSums | None = None
@@ -466,7 +474,7 @@ class _LogicalStep:
 
     @property
     def clip_norms(self) -> ClipNorms:
-        """Where the next physical batch is clipped: where the first one was."""
+        """The clip norms of the next physical batch: those of the first one."""
         return self.query.clip_norms if self.raw is None else self.raw.clip_norms
 
     def add(self, raw: RawSums) -> RawSums:
@@ -484,7 +492,7 @@ def _mean_loss(gradients: ClippedGradients, ticket: Ticket) -> Tensor:
 
 
 def _set_step_size(optimizers: Sequence[Optimizer], value: float) -> None:
-    value = check.positive("step_size", value, "a schedule gives the learning rate of each step")
+    value = check.positive("step_size", value, "a schedule returns the learning rate of each step")
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if isinstance(group["lr"], Tensor):

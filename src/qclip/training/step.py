@@ -1,15 +1,14 @@
 """One private step, as a pure function: no loader, no optimizer, no files.
 
-With parameters x, the expected batch size B, the noise multipliers z and z', and N a standard normal vector:
+With parameters x, the expected batch size B, noise multipliers z and z', and a standard normal vector N:
 
-    tau   = the clip norm that the threshold has learnt from the releases of earlier steps         ask
-    raw   = the sum of clip(grad f_i(x), tau) over the sampled examples i, and in a second         raw_sums, added up
-            sum how many of their norms lie where the threshold asks
-    noisy = (raw + z tau N) / B; the counts get z' times their own bound                           release
-    tau'  = the threshold, moved by the noisy counts
+    tau   = the clip norm, from the releases of earlier steps                                 ask
+    raw   = sum of clip(grad f_i(x), tau) over the sampled i; counts of their norms in bins   raw_sums, added up
+    noisy = (raw + z tau N) / B; the noise of the counts is z' times their own bound          release
+    tau'  = the threshold, updated with the noisy counts
 
-Raw sums become releases in `qclip.training.noise.release` and nowhere else. The noise of the two sums is chosen such
-that both together cost one Gaussian release at the noise multiplier of the run: what the accountant charges for a step.
+Only `qclip.training.noise.release` turns raw sums into releases. z and z' are chosen so that both releases together
+cost one Gaussian release at the noise multiplier of the run, which is what the accountant charges for a step.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +37,7 @@ class StepRule:
     dims: tuple[int, ...]
     """The number of coordinates of each group."""
     dtypes: Mapping[Key, torch.dtype]
-    """The precision of each released gradient: that of its parameter."""
+    """The dtype of each released gradient: that of its parameter."""
     batch_size: int
     """B, the expected number of examples."""
     noise: Split
@@ -49,7 +48,7 @@ class StepRule:
 
 @dataclass(frozen=True)
 class StepState:
-    """Where a run stands: the number of steps done, and what the threshold has learnt from their releases."""
+    """The state of a run between steps: the number of steps done, and the state of the threshold."""
 
     step: int
     threshold: Any
@@ -57,14 +56,14 @@ class StepState:
 
 @dataclass(frozen=True)
 class StepRelease:
-    """What a step releases, and the state after it: noisy or public, all of it."""
+    """The release of a step and the state after it. Every field is noisy or public."""
 
     noisy_gradient: dict[str, Tensor]
     clip_norms: tuple[float, ...]
     noisy_unclipped: tuple[float, ...]
-    """The fraction of unclipped examples in each group; empty where the threshold does not ask."""
+    """The fraction of unclipped examples in each group; empty if the threshold does not estimate it."""
     scale: float
-    """What the gradient was divided by besides the batch size."""
+    """The divisor of the gradient besides the batch size."""
     state: StepState
 
 
@@ -80,35 +79,35 @@ def private_step(
     """Take one private step. `qclip.PrivateTraining` makes the same calls, one physical batch at a time.
 
     Args:
-        state: Where the run stands.
-        batch: The physical batches of the step, at least one: together the sampled examples, each once.
-        clip: Returns the clipped gradients of a physical batch at the given norms, and its number of examples.
-        rule: The public constants.
+        state: The state before the step.
+        batch: The physical batches of the step, at least one. Together they hold each sampled example once.
+        clip: Returns the clipped gradients of a physical batch at the given clip norms, and its number of examples.
+        rule: The public constants of the run.
         source: The random numbers of the noise.
-        reduce: Adds up the sums of several ranks or clients: the one place where they meet.
+        reduce: Adds up the sums of several ranks or clients. No other call combines them.
 
     Returns:
-        The noisy gradient, what else was released, and the state for the next step.
+        The noisy gradient, the other released values, and the state for the next step.
     """
     query = ask(state, rule)
     first, *others = batch
     raw = raw_sums(*clip(first, query.clip_norms), query)
-    for physical in others:
-        raw += raw_sums(*clip(physical, raw.clip_norms), query)
+    for physical_batch in others:
+        raw += raw_sums(*clip(physical_batch, raw.clip_norms), query)
     return release(state, raw.reduced(reduce), query, rule, source)
 
 
 def ask(state: StepState, rule: StepRule, dataset_norms: Callable[[], np.ndarray] | None = None) -> Query:
-    """Ask the threshold where to clip and what to count; only one that is not private sees raw norms."""
+    """Return the clip norms and the counts that the threshold wants; only non-private thresholds see raw norms."""
     threshold, members, dims = rule.threshold, dict(rule.members), list(rule.dims)
     question = threshold.ask(state.threshold, state.step)
     private = threshold.private
     if not private and threshold.raw_access != "dataset":
 
-        def chosen(raw_norms: Tensor) -> tuple[float, ...]:
+        def choose(raw_norms: Tensor) -> tuple[float, ...]:
             return threshold.clip_norms(state.threshold, state.step, raw_norms.cpu().numpy())
 
-        return Query(chosen, question, members, rule.dims, keep_norms=True)
+        return Query(choose, question, members, rule.dims, keep_norms=True)
     raw_norms = None if private or dataset_norms is None else dataset_norms()
     clip_norms = threshold.clip_norms(state.threshold, state.step, raw_norms)
     coefficients = () if question.slack is None else question.slack.coefficients(clip_norms)
@@ -119,28 +118,26 @@ def ask(state: StepState, rule: StepRule, dataset_norms: Callable[[], np.ndarray
 
 
 def release(state: StepState, raw: RawSums, query: Query, rule: StepRule, source: noise.NoiseSource) -> StepRelease:
-    """Add noise to the two sums of a step, and move the threshold by what comes out."""
-    scale = raw.gradient.l2_bound if rule.rescale_to_unit_norm else 1.0  # public, like all that it depends on
+    """Add noise to the two sums of a step, and update the threshold with the result."""
+    scale = raw.gradient.l2_bound if rule.rescale_to_unit_norm else 1.0  # public: it depends on clip norms only
     divisor = rule.batch_size * scale
     noisy = noise.release(raw.gradient, rule.noise.gradient, source, divisor=divisor, dtypes=rule.dtypes)
     counts = None if raw.counts is None else noise.release(raw.counts, rule.noise.counts, source)
     answer = _answer(noisy, counts, raw, query, rule.batch_size)
-    step, before, threshold = state.step, state.threshold, rule.threshold
     return StepRelease(
         {str(key.owner): noisy.tensors[key] for key in rule.members},
         raw.clip_norms,
-        threshold.unclipped(before, step, answer),
+        rule.threshold.unclipped(state.threshold, state.step, answer),
         scale,
-        StepState(step + 1, threshold.update(before, step, answer)),
+        StepState(state.step + 1, rule.threshold.update(state.threshold, state.step, answer)),
     )
 
 
 def _answer(noisy: NoisySum, counts: NoisySum | None, raw: RawSums, query: Query, B: int) -> Answer:
-    """Return what the threshold learns: fractions of the batch size, each with the size of its noise."""
+    """Return the input of the threshold's update: fractions of the batch size, with the size of their noise."""
     bins: Grid = ()
     if counts is not None and query.question.count is not None:
-        fractions = counts.tensors[Key("counts")] / B + query.question.count.centre
-        bins = tuple(map(tuple, fractions.tolist()))
+        bins = tuple(map(tuple, (counts.tensors[Key("counts")] / B + query.question.count.centre).tolist()))
     within: Grid = ()
     within_std: Grid = ()
     if query.coefficients:

@@ -1,4 +1,4 @@
-"""Sums: what the physical batches of a step add up to, before and after noise."""
+"""Sums of the physical batches of a step, before and after noise."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from qclip.thresholds import Question
 from qclip.thresholds.threshold import Grid
 
 MOST_HELD: Final = 32
-"""How many physical batches are kept to be computed again; beyond that the device is waited for."""
+"""The most physical batches that are kept for recomputation; beyond that, `BoundedSum` waits for the device."""
 
 
 class Key(NamedTuple):
@@ -27,32 +27,41 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundedSum:
-    """A raw sum over examples, in groups, that knows how far one example can move each group.
+    """A raw sum over examples, with a bound on the contribution of one example to each group.
 
-    Raw: it must not be shown, logged or stored. `release` is the only way out. Sums over different examples with the
-    same keys and bounds add up with ``+=`` (in place) or ``+``.
+    Raw: never show, log or store it. `qclip.training.noise.release` makes it public.
 
-    A sum may be *unresolved*: computed on the assumption that all per-example gradients are finite, with the check
-    still on its way through the device. `resolve` waits for the check and computes the sum again where it failed.
+    Guarantees:
+        * ``+=`` (in place) and ``+`` (a new sum) add sums over different examples. They raise an AssertionError unless
+          the keys, the groups and the bounds agree.
+        * The result has the bounds of its terms, because each example is in only one of them.
+        * `resolve` recomputes a sum whose check failed, and returns any other sum as it is.
+
+    A sum may be *unresolved*: computed as if all per-example gradients were finite, while the device still runs the
+    check. `resolve` waits for the check and recomputes the sum if it failed, with these edge cases:
+
+        * One non-finite physical batch: all physical batches of the sum are recomputed, each once.
+        * An unresolved and a resolved sum: the first is resolved before they are added.
+        * `MOST_HELD` unresolved physical batches: the sum is resolved at once.
     """
 
     tensors: Mapping[Any, Tensor]
     members: Mapping[Any, int]
     """The group of each key."""
     group_bounds: tuple[float, ...]
-    """The largest norm that one example can add to each group."""
+    """The largest norm of one example's contribution to each group."""
     group_dims: tuple[int, ...]
-    """The number of coordinates of each group in the whole run, also where ``tensors`` holds only some of them."""
+    """The number of coordinates of each group in the whole run, even if ``tensors`` holds only some of them."""
     all_finite: Tensor | None = None
-    """Whether all examples were finite, 0-dim, where that is not known yet."""
+    """Whether all per-example gradients are finite, 0-dim; None if the sum is resolved."""
     recompute: "Callable[[], BoundedSum] | None" = None
-    """Computes the same sum without that assumption."""
+    """Recomputes the sum without assuming finite gradients; None if the sum is resolved."""
     num_unresolved: int = 1
-    """How many physical batches `recompute` would run again."""
+    """The number of physical batches that `recompute` runs again."""
 
     @property
     def l2_bound(self) -> float:
-        """The largest norm that one example can add to all of it."""
+        """The largest norm of one example's contribution to all groups together."""
         return l2_bound(self.group_bounds)
 
     def __iadd__(self, other: "BoundedSum") -> "BoundedSum":
@@ -62,14 +71,14 @@ class BoundedSum:
         return self._joined(other, torch._foreach_add)
 
     def resolve(self) -> "BoundedSum":
-        """Return the sum of finite examples; waits for the device where nobody has looked yet."""
+        """Return the sum over examples with finite gradients; wait for the device if the sum is unresolved."""
         if self.all_finite is None or self.recompute is None:
             return self
         return replace(self, all_finite=None, recompute=None) if bool(self.all_finite) else self.recompute()
 
     def _joined(self, other: "BoundedSum", add: Callable[[list[Tensor], list[Tensor]], Any]) -> "BoundedSum":
-        assert self.group_bounds == other.group_bounds, "sums that were clipped at different norms"
-        assert self.members == other.members, "sums of different parameters"
+        assert self.group_bounds == other.group_bounds, "cannot add sums that were clipped at different norms"
+        assert self.members == other.members, "cannot add sums of different parameters"
         if self.all_finite is None or other.all_finite is None:
             left, right = self.resolve(), other.resolve()
             all_finite = recompute = None
@@ -101,75 +110,75 @@ def _recomputed(left: BoundedSum, right: BoundedSum) -> BoundedSum:
 
 
 def alone(raw: BoundedSum) -> BoundedSum:
-    """Reduce over a single process: there is nothing to add."""
+    """Return the sum unchanged: the ``reduce`` of a single process."""
     return raw
 
 
 @dataclass(frozen=True)
 class NoisySum:
-    """A released sum: anyone may see it, at the cost that the accountant has charged."""
+    """A released sum: public, at the cost that the accountant charges."""
 
     tensors: Mapping[Any, Tensor]
-    """The noisy sum over the divisor, under the keys of the raw sum."""
+    """The noisy sum divided by ``divisor``, under the keys of the raw sum."""
     stds: tuple[float, ...]
-    """The standard deviation of the noise on the sum of each group, before the division."""
+    """The standard deviation of the noise of each group, before the division."""
     divisor: float = 1.0
 
 
 ClipNorms = tuple[float, ...] | Callable[[Tensor], tuple[float, ...]]
-"""The clip norm of each group, or how to choose them from the norms of the first physical batch, [B, K]."""
+"""The clip norm of each group, or a function that chooses them from the norms of the first physical batch, [B, K]."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """Where a step clips and what it adds up: fixed before its examples are seen."""
+    """The clip norms and the sums of a step, fixed before its examples are read."""
 
     clip_norms: ClipNorms
     question: Question
     members: Mapping[Key, int]
-    """The group of each tensor of the gradient sum, the slack's included."""
+    """The group of each tensor of the gradient sum, including the slack."""
     dims: tuple[int, ...]
-    """The number of coordinates of each group, the slack's included."""
+    """The number of coordinates of each group, including the slack."""
     coefficients: Grid = ()
-    """The coordinates of the slack in each group."""
+    """The slack coordinate of each radius, by group (`qclip.thresholds.threshold.Slack`)."""
     keep_norms: bool = False
-    """Whether the threshold sees raw norms: then the step is not private."""
+    """Whether the threshold sees raw norms, which makes the step non-private."""
 
 
 @dataclass(frozen=True)
 class RawSums:
-    """The two sums of a step, and what else is known of its examples. Nothing in it is private."""
+    """The two sums of a step and facts about its examples. All of it is raw."""
 
     gradient: BoundedSum
-    """Clipped gradients, with the slack appended to each group."""
+    """The clipped gradients, and the slack of each group."""
     counts: BoundedSum | None
-    """What the threshold pays for, if anything."""
+    """The counts that the threshold pays for; None if there are none."""
     num_examples: int
     any_finite: Tensor
-    """Whether the gradient of at least one of them is finite, 0-dim."""
+    """Whether at least one per-example gradient is finite, 0-dim."""
     norms: tuple[Floats, ...] = ()
-    """[B, K] of each physical batch; only for thresholds that are not private."""
+    """The gradient norms of each physical batch, [B, K]; only for non-private thresholds."""
 
     def __iadd__(self, other: "RawSums") -> "RawSums":
         gradient, counts = self.gradient, self.counts
         gradient += other.gradient
         if counts is not None and other.counts is not None:
             counts += other.counts
-        examples = self.num_examples + other.num_examples
-        return RawSums(gradient, counts, examples, self.any_finite | other.any_finite, self.norms + other.norms)
+        num_examples = self.num_examples + other.num_examples
+        return RawSums(gradient, counts, num_examples, self.any_finite | other.any_finite, self.norms + other.norms)
 
     @property
     def hopeless(self) -> bool:
-        """Whether there were examples and the gradient of none of them was finite."""
+        """Whether the step has examples, none of them with a finite gradient."""
         return self.num_examples > 0 and not bool(self.any_finite)
 
     @property
     def clip_norms(self) -> tuple[float, ...]:
-        """What every example was clipped at, by group."""
+        """The clip norm of each group."""
         return self.gradient.group_bounds
 
     def reduced(self, reduce: Callable[[BoundedSum], BoundedSum] = alone) -> "RawSums":
-        """Return the sums over all who hold examples of the step, resolved and ready to be released."""
+        """Return the sums over all ranks, resolved and ready for release."""
         gradient = reduce(self.gradient.resolve())
         # Noise is added to float32, as to the gradients of nearly every model.
         tensors = {key: x.float() if key.kind == "slack" else x for key, x in gradient.tensors.items()}
@@ -181,17 +190,21 @@ def raw_sums(clipped: ClippedGradients, num_examples: int, query: Query, *, last
     """Return the sums of one physical batch.
 
     Args:
-        clipped: Its clipped gradients.
-        num_examples: How many of its examples count.
-        query: What to add up.
-        last: Whether no other physical batch follows: then memory that the next one overwrites need not be copied.
+        clipped: The clipped gradients of the physical batch.
+        num_examples: The number of its examples, without padding.
+        query: The counts and the slack to compute.
+        last: Whether this is the last physical batch of its step. The sum may then be a view of memory that the next
+            physical batch overwrites; otherwise it is copied.
+
+    Returns:
+        The gradient sum, with its slack, and the counts.
     """
-    counts = query.question.count
-    if counts is not None:
-        cumulative = clipped.count_under(counts.radii).float()
-        bins = cumulative.diff(dim=1, prepend=torch.zeros_like(cumulative[:, :1])) - counts.centre * num_examples
-        dims = (sum(map(len, counts.radii)),)
-        counts = BoundedSum({Key("counts"): bins}, {Key("counts"): 0}, (counts.l2_bound,), dims)
+    counts = None
+    if (count := query.question.count) is not None:
+        cumulative = clipped.count_under(count.radii).float()
+        bins = cumulative.diff(dim=1, prepend=torch.zeros_like(cumulative[:, :1])) - count.centre * num_examples
+        dims = (sum(map(len, count.radii)),)
+        counts = BoundedSum({Key("counts"): bins}, {Key("counts"): 0}, (count.l2_bound,), dims)
     return RawSums(
         _gradient_sum(clipped, query, copied=clipped.is_view and not last),
         counts,
@@ -202,20 +215,20 @@ def raw_sums(clipped: ClippedGradients, num_examples: int, query: Query, *, last
 
 
 def _gradient_sum(clipped: ClippedGradients, query: Query, *, copied: bool) -> BoundedSum:
-    """Return the clipped gradients with the slack, in tensors that other sums may be added to."""
+    """Return the clipped gradients and the slack, in tensors that may be added to in place."""
     tensors = {Key("gradient", name): x.clone() if copied else x for name, x in clipped.sums.items()}
     if query.question.slack is not None:
-        # Exact in float64, so that the sum does not depend on how the step is cut.
+        # Exact in float64: the sum does not depend on how the step is cut into physical batches.
         within = clipped.count_under(query.question.slack.radii).double()
         coefficients = torch.tensor(query.coefficients, dtype=torch.float32).double()
         rows = within * to_device_async(coefficients, within.device)
         tensors |= {Key("slack", k): row for k, row in enumerate(rows)}
-    again = clipped.recompute
+    reclip = clipped.recompute
 
     def recompute() -> BoundedSum:
-        assert again is not None
-        clean = again()
-        return _gradient_sum(clean, query, copied=clean.is_view)
+        assert reclip is not None
+        finite = reclip()
+        return _gradient_sum(finite, query, copied=finite.is_view)
 
-    recompute_or_none = None if again is None else recompute
+    recompute_or_none = None if reclip is None else recompute
     return BoundedSum(tensors, query.members, clipped.clip_norms, query.dims, clipped.all_finite, recompute_or_none)

@@ -33,7 +33,7 @@ def test_sampling_weights_are_not_used(tmp_path):
         (ADULT_ROW.replace("Male", "M"), r"column 'sex' \(line 31\) = 'M' must be one of 'Female', 'Male'"),
         (ADULT_ROW.replace("39", "old"), r"column 'age' \(line 31\) = 'old' must be a number"),
         (ADULT_ROW.replace("<=50K", "50K"), r"column 'income' \(line 31\) = '50K' must be one of '<=50K', '>50K'"),
-        ("39, State-gov", r"line 31 of .* = '2 values' must be 15, one for each column; complete the row"),
+        ("39, State-gov", r"line 31 of .* has 2 values for 15 columns; complete the row"),
     ],
     ids=["category", "number", "label", "ragged"],
 )
@@ -49,7 +49,7 @@ def test_empty_and_absent_files_are_refused(tmp_path):
         load("adult", data_dir=tmp_path)
     write_adult(tmp_path)
     (tmp_path / "adult.data.gz").write_bytes(gzip.compress(b"\n"))
-    with pytest.raises(ValueError, match="must be one with rows of values; it has none"):
+    with pytest.raises(ValueError, match="has no rows of values; check that it is the right file"):
         load("adult", data_dir=tmp_path)
 
 

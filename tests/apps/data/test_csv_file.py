@@ -94,9 +94,9 @@ def test_a_target_with_many_values_needs_a_range_or_classes(tmp_path):
         ({"target": None}, "target = None must be a column of the file: 'height', 'colour', 'kind'"),
         ({"target": "Kind"}, "target = 'Kind' must be a column of the file: 'height', 'colour', 'kind'"),
         ({"columns": {"id": "drop"}}, "columns = 'id' must be a column of the file: 'height'"),
-        ({"columns": {"kind": "text"}}, r"columns\['kind'\] = 'given' must be left out, or a range without classes="),
-        ({"columns": {"kind": "0:1"}, "classes": ("a", "b")}, "must be left out, or a range without classes="),
-        ({"columns": {"height": "drop", "colour": "drop"}}, "must be not all 'drop'; keep a column"),
+        ({"columns": {"kind": "text"}}, r"columns\['kind'\] and classes contradict each other"),
+        ({"columns": {"kind": "0:1"}, "classes": ("a", "b")}, "contradict each other"),
+        ({"columns": {"height": "drop", "colour": "drop"}}, "drops every column; keep one to predict"),
     ],
     ids=["no-target", "unknown-target", "unknown-column", "kind-of-target", "range-and-classes", "nothing-left"],
 )
@@ -108,14 +108,14 @@ def test_options_that_do_not_fit_are_refused(tmp_path, options, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "with 0 lines' must be a header and at least 2 rows; it is empty"),
-        ("height,colour,kind\n", "with 1 lines' must be a header and at least 2 rows"),
-        ("height,height,kind\n1,2,a\n2,3,b\n", r"header = \['height', 'height', 'kind'\] must be distinct names"),
+        ("", "has 0 lines of values; give a .csv file with a header and at least 2 rows"),
+        ("height,colour,kind\n", "has 1 lines of values; give a .csv file with a header and at least 2 rows"),
+        ("height,height,kind\n1,2,a\n2,3,b\n", r"header = \['height', 'height', 'kind'\] must be a list of"),
         ("height,,kind\n1,2,a\n2,3,b\n", "give each column a name of its own"),
-        ("height;kind\n1;a\n2;b\n", "must be at least 2 columns; separate values by commas"),
-        (flowers() + "1.5,red\n", "line 62 of .* = '2 values' must be 3, one for each column; complete the row"),
-        (flowers() + "1.5,red,rose,\n", "line 62 of .* = '4 values' must be 3"),
-        (flowers() + '1.5,"red,rose\n', r"must be comma-separated \(.* at line 62\)"),
+        ("height;kind\n1;a\n2;b\n", "has fewer than 2 columns; separate values by commas"),
+        (flowers() + "1.5,red\n", "line 62 of .* has 2 values for 3 columns; complete the row"),
+        (flowers() + "1.5,red,rose,\n", "line 62 of .* has 4 values for 3 columns"),
+        (flowers() + '1.5,"red,rose\n', r"is not comma-separated \(.* at line 62\)"),
         (flowers() + ",red,rose\n1,red,rose\n?,red,rose\n", r"'height' \(2 lines: 62, 64\) = '' must be known; delete"),
         (flowers() + "1.5,NA,rose\n", r"column 'colour' \(line 62\) = 'NA' must be known; .*colour=drop in columns"),
         (flowers() + "1.5,red,\n", r"column 'kind' \(line 62\) = '' must be known"),
@@ -144,7 +144,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path, text, message):
 def test_names_of_rows_are_refused_by_name(tmp_path, values, found):
     header, *rows = flowers().splitlines()
     named = "\n".join([f"id,{header}", *(f"{name},{row}" for name, row in zip(values, rows, strict=True))])
-    with pytest.raises(ValueError, match=f"column 'id' = '{found}' must be values that rows share; .*id=drop in col"):
+    with pytest.raises(ValueError, match=f"column 'id' holds {found}; .*id=drop in col"):
         task(tmp_path, named)
     assert torch.equal(task(tmp_path, named, columns={"id": "drop"}).train[0][0], task(tmp_path, flowers()).train[0][0])
     assert task(tmp_path, named, columns={"id": "text"}).train[0][0].shape == (64 + 35 + 64,)

@@ -71,25 +71,28 @@ def test_files_that_are_not_there_are_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("replaced", "message"),
     [
-        ({"train_images_idx3_ubyte": b""}, "beginning with nothing' must be an idx file of bytes with 3 dimensions"),
+        (
+            {"train_images_idx3_ubyte": b""},
+            "begins with nothing instead of .*, as an idx file of bytes with 3 dimensions",
+        ),
         (
             {"train_images_idx3_ubyte": idx_bytes(np.zeros((2, 28, 28)), kind=13)},
-            "beginning with 00 00 0d 03' must be an idx file of bytes with 3 dimensions, which begins with 00 00 08 03",
+            "begins with 00 00 0d 03 instead of 00 00 08 03, as an idx file of bytes with 3 dimensions",
         ),
         ({"train_images_idx3_ubyte": idx_bytes(np.zeros(40))}, "check that images and labels are not mixed up"),
         (
             {"train_images_idx3_ubyte": idx_bytes(np.zeros((40, 28, 28)))[:-1]},
-            r"of 31375 bytes' must be 31376 bytes long, for shape \[40, 28, 28\]; it is cut short",
+            r"has 31375 bytes instead of 31376, for shape \[40, 28, 28\]; it is truncated",
         ),
-        ({"train_images_idx3_ubyte": bytes([0, 0, 8, 3, 0, 0])}, "it is cut short"),
-        ({"train_images_idx3_ubyte": idx_bytes(np.zeros((40, 28, 28))) + b"!"}, "it is cut short or damaged"),
+        ({"train_images_idx3_ubyte": bytes([0, 0, 8, 3, 0, 0])}, "it is truncated"),
+        ({"train_images_idx3_ubyte": idx_bytes(np.zeros((40, 28, 28))) + b"!"}, "it is truncated or damaged"),
         (
             {"train_labels_idx1_ubyte": idx_bytes(np.zeros(39))},
-            r"images, labels = \(40, 39\) must be equally many, and at least 1; train-images.* belong together",
+            r"train-images.* has 40 images and .* has 39 labels; the files belong together",
         ),
         (
             {"t10k_labels_idx1_ubyte": idx_bytes(np.arange(15) % 11)},
-            r"label = 10 must be in 0 .. 9 in .*label number 10",
+            r"label number 10 in .* = 10 must be in 0 .. 9",
         ),
     ],
     ids=["empty", "kind", "labels", "cut", "cut-header", "longer", "counts", "range"],
@@ -102,13 +105,13 @@ def test_damaged_files_are_refused(tmp_path, replaced, message):
 
 def test_images_of_another_size_are_refused(tmp_path):
     write_idx(tmp_path, side=32)
-    with pytest.raises(ValueError, match=r"with shape \(40, 32, 32\)' must be \[N, 28, 28\]; the model is made for"):
+    with pytest.raises(ValueError, match=r"have shape \(40, 32, 32\) instead of \[N, 28, 28\], the size of the model"):
         load("mnist", data_dir=tmp_path)
 
 
 def test_empty_sets_are_refused(tmp_path):
     write_idx(tmp_path, test=0)
-    with pytest.raises(ValueError, match=r"\(0, 0\) must be equally many, and at least 1"):
+    with pytest.raises(ValueError, match=r"has 0 images and .* has 0 labels"):
         load("mnist", data_dir=tmp_path)
 
 
@@ -117,7 +120,7 @@ def test_damaged_gzip_files_are_refused(tmp_path, damage):
     path = write_idx(tmp_path) / "train-images-idx3-ubyte.gz"
     damaged = damage(path.read_bytes())
     path.write_bytes(damaged)
-    message = "a whole gzip file; it is damaged or was not fetched to its end" if damaged else "beginning with nothing"
+    message = "not a whole gzip file; it is damaged or incomplete" if damaged else "begins with nothing"
     with pytest.raises(ValueError, match=message):
         load("mnist", data_dir=tmp_path)
 

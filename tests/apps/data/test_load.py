@@ -19,14 +19,14 @@ def test_unknown_names_are_refused_with_the_known_ones():
 @pytest.mark.parametrize("option", [{"target": "age"}, {"classes": ("a", "b")}, {"columns": {"age": "drop"}}], ids=str)
 def test_named_data_have_their_own_target(name, option):
     (argument,) = option
-    with pytest.raises(ValueError, match=f"{argument} = .* must be left out for '{name}'; it has its own"):
+    with pytest.raises(ValueError, match=f"{argument} = .* does not apply to '{name}': it has its own"):
         load(name, **option)
 
 
 def test_folders_are_for_named_files(tmp_path):
-    with pytest.raises(ValueError, match=r"data_dir = .* must be left out for 'digits'"):
+    with pytest.raises(ValueError, match=r"data_dir = .* does not apply to 'digits'"):
         load("digits", data_dir=tmp_path)
-    with pytest.raises(ValueError, match=r"data_dir = .* must be left out for .* a .csv is read from its own path"):
+    with pytest.raises(ValueError, match=r"data_dir = .* does not apply to .* a .csv is read from its own path"):
         load(str(write_csv(tmp_path, flowers())), target="kind", data_dir=tmp_path)
 
 

@@ -53,10 +53,10 @@ def test_plain_text_is_taken_where_there_are_no_speeches(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("header\nhamlet\tA\n", "line = '2 of .* with 2 fields' must be of 3, between tabs; write tabs within"),
-        ("header\nhamlet\tA\tshort\n", "windows = 0 must be at least 2, of 65 characters each"),
-        ("", "windows = 0"),
-        (b"\xff\xfe\xfa", r"must be text in UTF-8; save it in that encoding \(byte 0 is not\)"),
+        ("header\nhamlet\tA\n", "line 2 of .* has 2 fields instead of 3, between tabs; write tabs within"),
+        ("header\nhamlet\tA\tshort\n", "gives 0 windows of 65 characters, fewer than 2"),
+        ("", "gives 0 windows"),
+        (b"\xff\xfe\xfa", r"is not UTF-8 text \(byte 0\); save it in that encoding"),
     ],
     ids=["ragged", "short", "empty", "encoding"],
 )

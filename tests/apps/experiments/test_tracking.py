@@ -13,7 +13,7 @@ from qclip import accounting
 from qclip.apps.experiments import tracking
 from qclip.apps.experiments.tracking import Setting, Size, follow
 from qclip.thresholds import Constant, PrivateQuantile, SlackQuantile
-from qclip.thresholds.threshold import ROOM
+from qclip.thresholds.threshold import ROUNDING_MARGIN
 
 TINY = Size(("log-normal",), 60, 2)
 
@@ -65,7 +65,7 @@ def test_answers_have_the_noise_that_they_state_and_that_a_step_has():
     rng = np.random.default_rng(0)
     follow(Recorder(0.5, initial=1.0), stats.lognorm(1.0), np.zeros(400), setting, runs=20, rng=rng)
     ((inner, outer), *_) = TOLD[0].within_std
-    assert outer == pytest.approx(2.0 / math.sqrt((1 - ROOM) ** 2 - 0.95**2) / 100, rel=1e-9)
+    assert outer == pytest.approx(2.0 / math.sqrt((1 - ROUNDING_MARGIN) ** 2 - 0.95**2) / 100, rel=1e-9)
     assert inner == pytest.approx(2.0 / math.sqrt(0.95**2 - 0.8**2) / 100, rel=1e-9)
     found = np.array([answer.noisy_within for answer in TOLD])[:, :, 1].ravel()
     truth = stats.lognorm(1.0).cdf(0.95)

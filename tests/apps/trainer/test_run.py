@@ -51,10 +51,10 @@ def test_whoever_asks_for_a_quantile_gets_one_on_a_table(settings, tmp_path, giv
 
 def test_another_run_is_not_written_over(settings, finished):
     before = contents(finished)
-    with pytest.raises(ValueError, match=r"--out = .* holds a finished one; resume it"):
+    with pytest.raises(ValueError, match=r"--out = .* holds a finished run; resume it"):
         start(settings, finished)
     finished.write_summary(made_summary(finished=False))
-    with pytest.raises(ValueError, match="holds an unfinished one"):
+    with pytest.raises(ValueError, match="holds an unfinished run"):
         start(settings, finished)
     finished.write_summary(made_summary(finished=True))
     assert contents(finished) == before
@@ -68,7 +68,7 @@ def test_another_run_is_not_written_over(settings, finished):
         ({"target": "colour"}, "colour"),
         ({"data": "no-such.csv"}, "no-such.csv"),
         ({"columns": ("x",)}, r"--columns = 'x' must be NAME=KIND"),
-        ({"device": "quantum"}, r"--device = 'quantum' must be one that is here"),
+        ({"device": "quantum"}, r"--device = 'quantum' does not work here"),
     ],
     ids=["contradiction", "batch-size", "target", "file", "columns", "device"],
 )
@@ -86,13 +86,13 @@ def test_overwriting_removes_the_files_of_the_run_and_no_others(settings, finish
 
 
 def test_a_finished_run_is_not_resumed_and_a_folder_without_one_is_named(finished, tmp_path):
-    with pytest.raises(ValueError, match="of a run that is not finished"):
+    with pytest.raises(ValueError, match="holds a finished run, which cannot be resumed"):
         resume(Settings(), finished)
-    with pytest.raises(ValueError, match=r"folder = .*empty.* must be of a run"):
+    with pytest.raises(ValueError, match=r"empty.* is not the folder of a run"):
         resume(Settings(), RunFolder(tmp_path / "empty"))
     whole = made_summary(finished=False).as_json()
     finished.summary_file.write_text(json.dumps({key: whole[key] for key in whole if key != "settings"}))
-    with pytest.raises(ValueError, match=r"summary\.json = 'without settings' must be"):
+    with pytest.raises(ValueError, match=r"summary\.json has no settings"):
         resume(Settings(), finished)
 
 

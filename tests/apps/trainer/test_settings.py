@@ -32,14 +32,14 @@ REFUSED = {
     "lr-0": ({"lr": 0.0}, r"--lr = 0\.0 must be > 0"),
     "seed-negative": ({"seed": -1}, r"--seed = -1 must be >= 0"),
     "tau-without-constant": ({"tau": 1.0}, r"--tau = 1\.0 must be left out without --threshold constant"),
-    "constant-without-tau": ({"threshold": "constant"}, r"--tau = None must be given with --threshold constant"),
+    "constant-without-tau": ({"threshold": "constant"}, r"--threshold constant needs --tau"),
     "constant-with-p": ({"threshold": "constant", "tau": 1.0, "p": 0.5}, r"--p = 0\.5 must be left out"),
     "tau-0": ({"threshold": "constant", "tau": 0.0}, r"--tau = 0\.0 must be > 0"),
     "p-1": ({"p": 1.0}, r"--p = 1\.0 must be in \(0, 1\)"),
-    "exact-with-epsilon": ({"threshold": "exact"}, r"--threshold = 'exact' must be private"),
-    "rolling-with-epsilon": ({"threshold": "rolling", "epsilon": 3.0}, r"--threshold = 'rolling' must be private"),
-    "half-a-certificate": ({"L": 1.0, "gap": 1.0}, r"--sigma = None must be given with --L"),
-    "q-alone": ({"q": 1.5}, r"--L = None must be given with --q"),
+    "exact-with-epsilon": ({"threshold": "exact"}, r"--threshold = 'exact' is not private"),
+    "rolling-with-epsilon": ({"threshold": "rolling", "epsilon": 3.0}, r"--threshold = 'rolling' is not private"),
+    "half-a-certificate": ({"L": 1.0, "gap": 1.0}, r"--L was given without --sigma"),
+    "q-alone": ({"q": 1.5}, r"--q was given without --L"),
     "certificate-of-adam": (CERTIFIED | {"optimizer": "adam"}, r"--optimizer = 'adam' must be sgd with --L"),
     "certificate-of-groups": (CERTIFIED | {"groups": "per-layer"}, r"--groups = 'per-layer' must be flat with --L"),
     "certificate-of-negative-L": (CERTIFIED | {"L": -1.0}, r"L = -1\.0 must be > 0"),
@@ -100,7 +100,7 @@ def test_the_summary_holds_all_but_the_seed():
 
 
 def test_unknown_settings_of_another_version_are_refused():
-    with pytest.raises(ValueError, match="of this version"):
+    with pytest.raises(ValueError, match="unknown to this version"):
         from_public({"epsilon": 1.0, "later": True})
 
 
@@ -128,7 +128,7 @@ def test_resuming_keeps_what_was_and_takes_no_contradiction():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"epsilon": 3.0}, r"--epsilon = 3\.0 must be 8\.0, what the run began with"),
+        ({"epsilon": 3.0}, r"--epsilon = 3\.0 must be 8\.0, the value that the run began with"),
         ({"batch_size": 128}, r"--batch-size = 128 must be 256"),
         ({"threshold": "slack"}, r"--threshold = 'slack' must be 'private-quantile'"),
         ({"noise_multiplier": 1.0}, r"--noise-multiplier = 1\.0 must be None"),

@@ -1,4 +1,4 @@
-"""The data sets that the command line can read, each with its model."""
+"""The data sets of the command line, each with its model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,18 +25,23 @@ def load(
     classes: Sequence[str] | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> Task:
-    """The task of this name, or of a file.
-
-    name: one of `NAMES`, or the path to a .csv or .csv.gz file with a header.
-    data_dir: the folder with the files of a named data set, in it or in a subfolder; digits need none.
-    target, classes, columns: for a .csv: the column to foretell, its classes, and what the columns hold
-        (`qclip.apps.data.csv_file`).
+    """Load a task by its name, or from a file.
 
     >>> task = load("digits")
     >>> task.description
     '1497 digits of 8 x 8 pixels, 300 held out (every 6th), 10 classes'
     >>> sorted(task.score(task.build_model()))
     ['accuracy', 'loss']
+
+    Args:
+        name: One of `NAMES`, or the path to a .csv or .csv.gz file with a header.
+        data_dir: Folder of the files of a named data set, or its parent; digits need none.
+        target: For a .csv, the column to predict.
+        classes: For a .csv, the classes of the target.
+        columns: For a .csv, the content of its columns (see `qclip.apps.data.csv_file`).
+
+    Raises:
+        Refusal: The name is unknown, a file is missing or broken, or an argument does not apply to the data set.
     """
     if name not in NAMES:
         if not name.endswith((".csv", ".csv.gz")):
@@ -52,8 +57,8 @@ def load(
 
 
 def _refuse_given(name: str, **arguments: object) -> None:
-    """Refuse arguments that this data set has no use for."""
+    """Refuse arguments that do not apply to this data set."""
     for argument, value in arguments.items():
         if value is not None:
-            remedy = "a .csv is read from its own path" if name not in NAMES else "it has its own"
-            raise check.refuse(argument, value, f"left out for {name!r}", remedy)
+            reason = "a .csv is read from its own path" if name not in NAMES else "it has its own"
+            raise check.Refusal(f"{argument} = {value!r} does not apply to {name!r}: {reason}; leave {argument} out")

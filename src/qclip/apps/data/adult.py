@@ -16,8 +16,8 @@ def _options(text: str) -> OneOf:
     return OneOf(tuple(text.split()))
 
 
-# The categories are those of adult.names; "?", an answer that is missing, is one too. Numbers are only "continuous"
-# there: their ranges are those of the survey, which asks people over 16, up to 90 and 99 hours.
+# The categories are those of adult.names, and "?" for a missing answer. There, numbers are only called "continuous":
+# their ranges are those of the survey, which covers people over 16, up to 90 and 99 hours.
 SCHEMA: dict[str, Encoding] = {
     "age": Interval(16, 90),
     "workclass": _options(
@@ -55,7 +55,7 @@ FILES = ("adult.data.gz", "adult.test.gz")
 
 
 def adult(data_dir: Path | None) -> Task:
-    """Who earns over 50,000 dollars a year; the published test rows are held out."""
+    """Load Adult: predict who earns over 50,000 dollars a year; the published test rows are held out."""
     source = "get the Adult data set (census income) of the UCI machine learning repository and name its folder"
     train, held_out = (_pairs(path) for path in files.find(data_dir, ("adult",), FILES, source=source))
     inputs = train.tensors[0].shape[1]
@@ -76,7 +76,7 @@ def adult(data_dir: Path | None) -> Task:
 
 
 def _pairs(path: Path) -> TensorDataset:
-    """Inputs [N, F] with labels [N]."""
+    """Return inputs [N, F] with labels [N]."""
     rows = [row for row in tables.read_rows(path) if not row.fields[0].startswith("|")]  # a remark in adult.test
     columns = tables.columns([*SCHEMA, "income"], rows, path)
     income = columns["income"]

@@ -1,4 +1,4 @@
-"""Any comma-separated file with a header, and a column of it to foretell."""
+"""Any comma-separated file with a header, and a column of it to predict."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,24 +15,30 @@ from qclip.apps.data.columns import MISSING, Column, Dropped, Encoding, Hashed, 
 from qclip.apps.data.task import Defaults, Loss, Measure, Task, classification, classification_losses, hold_out, scorer
 
 MAX_CLASSES = 30
-"""A target with more distinct values is taken for classes only when these are given."""
+"""A target with more distinct values counts as a class only when its classes are given."""
 KINDS: dict[str, Encoding] = {"number": Magnitude(), "text": Hashed(), "drop": Dropped()}
 
 
 def csv_file(
     path: Path, *, target: str | None, classes: Sequence[str] | None = None, columns: Mapping[str, str] | None = None
 ) -> Task:
-    """The rows of a file; every sixth, in its order, is held out.
+    """Load the rows of a file; every sixth row, in the order of the file, is held out.
 
-    target: the column to foretell: a class, or a number whose range ``columns`` gives.
-    classes: the classes. When left out, they are read from the file.
-    columns: what a column holds: "number", "text", "drop" (it is not used), or the range of a number, "LOW:HIGH",
-        from your own knowledge: it serves better than "number". Columns left out are numbers where every value is one,
-        and text otherwise.
+    - The encodings are fixed beforehand (`columns`).
+    - Facts that are *read from the file* count as public and are not covered by the guarantee: the names of the
+      columns, their kinds and the classes where not given, the number of rows, and refusals.
+    - Held-out rows are scored without noise, and are not protected either.
 
-    The encodings were fixed beforehand (`columns`). What is *read from the file* counts as public, and is
-    not covered by the guarantee: the columns' names, their kinds and the classes where not given, how many rows there
-    are, and what is refused. Held-out rows are scored without noise, and not protected either.
+    Args:
+        path: The file.
+        target: The column to predict: a class, or a number whose range ``columns`` gives.
+        classes: The classes of the target; read from the file when left out.
+        columns: The kind of each column: "number", "text", "drop" (not used), or the public range of a number,
+            "LOW:HIGH", which serves better than "number". Columns left out are numbers where every value is one, and
+            text otherwise.
+
+    Raises:
+        Refusal: The file cannot be read, or an argument does not fit its columns.
     """
     table = _read(path)
     answer = _column("target", target, table)
@@ -43,7 +49,7 @@ def csv_file(
     encodings = {column.name: declared.get(column.name) or _guessed(column) for column in features}
     inputs = tables.encode(table, encodings)
     if inputs.shape[1] == 0:
-        raise check.refuse("columns", columns, "not all 'drop'", "keep a column to foretell the target from")
+        raise check.Refusal(f"columns = {columns!r} drops every column; keep one to predict the target from")
     train, held_out = hold_out(inputs, goal.targets)
     return Task(
         path.name.removesuffix(".gz").removesuffix(".csv"),
@@ -58,31 +64,31 @@ def csv_file(
 
 
 def _read(path: Path) -> dict[str, Column]:
-    """The columns of a file by their names in its first line."""
+    """Return the columns of a file by their names in its first line."""
     if not path.is_file():
         raise check.refuse("name", str(path), "a file that exists", "check the path")
     rows = tables.read_rows(path)
     if len(rows) < 3:
-        remedy = "it may be empty, or have no header" if rows else "it is empty"
-        raise check.refuse("file", f"{path} with {len(rows)} lines", "a header and at least 2 rows", remedy)
+        raise check.Refusal(
+            f"{path} has {len(rows)} lines of values; give a .csv file with a header and at least 2 rows"
+        )
     names = rows[0].fields
     if "" in names or len(set(names)) < len(names):
         remedy = "the first line is the header: give each column a name of its own"
-        raise check.refuse("header", list(names), "distinct names", remedy)
+        raise check.refuse("header", list(names), "a list of distinct names", remedy)
     if len(names) < 2:
-        raise check.refuse("header", list(names), "at least 2 columns", "separate values by commas")
+        raise check.Refusal(f"header = {list(names)!r} has fewer than 2 columns; separate values by commas")
     return tables.columns(names, rows[1:], path)
 
 
 def _column(argument: str, name: str | None, table: Mapping[str, Column]) -> Column:
     if name is None or name not in table:
-        remedy = "its names are those of the first line"
-        raise check.refuse(argument, name, f"a column of the file: {', '.join(map(repr, table))}", remedy)
+        raise check.refuse(argument, name, f"a column of the file: {', '.join(map(repr, table))}", "check the spelling")
     return table[name]
 
 
 def _declared(column: Column, kind: str) -> Encoding:
-    """The encoding of a column whose kind was given."""
+    """Return the encoding of a column whose kind was given."""
     if kind in KINDS:
         return KINDS[kind]
     low, _, high = (number(part) for part in kind.partition(":"))
@@ -96,29 +102,28 @@ def _refuse_missing(columns: Iterable[Column]) -> None:
     for column in columns:
         missing = [value.lower() in MISSING for value in column.values]
         remedy = (
-            "delete these lines, fill them in (with a word of its own in a column of text), or do without the column: "
+            "delete these lines, fill them in (with a word of their own in a column of text), or drop the column: "
             f"{column.name}=drop in columns"
         )
         column.refuse_where(missing, "known", remedy)
 
 
 def _guessed(column: Column) -> Encoding:
-    """The encoding of a column whose kind was not given; what tells every row from every other is refused."""
+    """Return the encoding of a column whose kind was not given; refuse one whose values identify the rows."""
     numbers = all(number(value) is not None for value in column.values)
     whole = all(value.lstrip("+-").isdigit() for value in column.values)
     if (whole or not numbers) and len(set(column.values)) == len(column.values):
-        remedy = (
-            f"if they only name the rows, do without them: {column.name}=drop in columns; otherwise say what they are "
-            "there: number, text or a range"
+        kind = "whole numbers" if whole else "texts"
+        raise check.Refusal(
+            f"column {column.name!r} holds {kind} that differ in every row; drop it if they only name the rows "
+            f"({column.name}=drop in columns), otherwise declare it there as number, text or a range"
         )
-        found = f"{'whole numbers' if whole else 'texts'} that differ in every row"
-        raise check.refuse(f"column {column.name!r}", found, "values that rows share", remedy)
     return KINDS["number" if numbers else "text"]
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is to be foretold, and how well that was done."""
+    """The prediction target and its metrics."""
 
     targets: Tensor
     outputs: int
@@ -131,15 +136,17 @@ def _goal(column: Column, encoding: Encoding | None, classes: Sequence[str] | No
     if encoding is None:
         return _class(column, classes)
     if not isinstance(encoding, Interval) or classes is not None:
-        remedy = "a target is a class unless its range is given"
-        raise check.refuse(f"columns[{column.name!r}]", "given", "left out, or a range without classes=", remedy)
+        raise check.Refusal(
+            f"columns[{column.name!r}] and classes contradict each other; a target is a class, or a number whose range "
+            "is given without classes"
+        )
     return _number(column, encoding)
 
 
 def _class(column: Column, classes: Sequence[str] | None) -> Goal:
     options = OneOf(tuple(map(str, classes))) if classes is not None else OneOf(_distinct(column))
     if len(set(options.options)) < max(2, len(options.options)):
-        remedy = "there is nothing to tell apart"
+        remedy = "check the column, or give the classes"
         raise check.refuse(f"classes of {column.name!r}", list(options.options), "at least 2, and distinct", remedy)
     targets = torch.from_numpy(options.indices(column))
     listed = ", ".join(options.options)
@@ -161,7 +168,7 @@ def _distinct(column: Column) -> tuple[str, ...]:
 
 
 def _number(column: Column, interval: Interval) -> Goal:
-    """A number, scaled to [-1, 1]; values outside its range are moved to its ends, in held-out rows too."""
+    """Return the goal to predict a number, scaled to [-1, 1]; values outside its range are moved to its ends."""
     half = (interval.high - interval.low) / 2
 
     def measure(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -178,7 +185,7 @@ def _squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _defaults(rows: int, goal: Goal, tau: float) -> Defaults:
-    """What worked on files of 100 to 30,000 rows. A number is foretold by smaller steps than a class."""
+    """Return settings that worked on files of 100 to 30,000 rows; regression takes smaller steps."""
     rate = 2.0 if goal.loss is classification_losses else 0.3
     return Defaults(batch_size=min(1024, math.ceil(rows / 3)), epochs=20, learning_rate=rate, tau=tau)
 

@@ -1,4 +1,4 @@
-"""Finding and reading the files of a data set, compressed or not."""
+"""The files of a data set, compressed or not."""
 
 import gzip
 import zlib
@@ -11,9 +11,16 @@ from qclip import _validate as check
 def find(
     data_dir: Path | None, subfolders: Sequence[str], *alternatives: Sequence[str], source: str
 ) -> tuple[Path, ...]:
-    """The files of the first alternative that is there, compressed or not, in ``data_dir`` or one of its subfolders.
+    """Return the files of the first alternative that exists in ``data_dir`` or one of its subfolders.
 
-    An alternative is a set of files that are needed together. ``source`` tells, in words, where to get them.
+    Args:
+        data_dir: The folder to look into.
+        subfolders: Names of subfolders to look into.
+        alternatives: Sets of files that are needed together; a file may lack its .gz ending.
+        source: Instructions to get them, for the error.
+
+    Raises:
+        Refusal: No alternative is complete.
     """
     wanted = ", or ".join(" and ".join(names) for names in alternatives)
     if data_dir is None:
@@ -30,26 +37,24 @@ def find(
 
 
 def _existing(path: Path) -> Path | None:
-    """The file with or without .gz."""
+    """Return the file with or without .gz; None where there is neither."""
     return next((each for each in (path, path.with_suffix("")) if each.is_file()), None)
 
 
 def read(path: Path) -> bytes:
-    """The contents of a file, unpacked where its name ends in .gz."""
+    """Return the contents of a file, decompressed where its name ends in .gz."""
     if path.suffix != ".gz":
         return path.read_bytes()
     try:
         with gzip.open(path) as stream:
             return stream.read()
     except (EOFError, gzip.BadGzipFile, zlib.error):
-        remedy = "it is damaged or was not fetched to its end: get it again"
-        raise check.refuse("file", str(path), "a whole gzip file", remedy) from None
+        raise check.Refusal(f"{path} is not a whole gzip file; it is damaged or incomplete: get it again") from None
 
 
 def read_text(path: Path) -> str:
-    """The contents of a file of text."""
+    """Return the contents of a text file."""
     try:
-        return read(path).decode("utf-8-sig")  # spreadsheets begin their files with a mark
+        return read(path).decode("utf-8-sig")  # spreadsheets write a byte order mark
     except UnicodeDecodeError as error:
-        remedy = f"save it in that encoding (byte {error.start} is not)"
-        raise check.refuse("file", str(path), "text in UTF-8", remedy) from None
+        raise check.Refusal(f"{path} is not UTF-8 text (byte {error.start}); save it in that encoding") from None

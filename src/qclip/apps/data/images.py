@@ -21,11 +21,11 @@ IDX_FILES = (
 NUM_CLASSES = 10
 SIDE = 28
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
-"""Where Debian's package dataset-fashion-mnist puts the files."""
+"""The folder of Debian's package dataset-fashion-mnist."""
 
 
 def digits() -> Task:
-    """1797 handwritten digits of 8 x 8 pixels, which come with scikit-learn; every sixth is held out."""
+    """Load the 1797 handwritten digits of 8 x 8 pixels that come with scikit-learn; every sixth is held out."""
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as missing:
@@ -47,16 +47,16 @@ def digits() -> Task:
 
 
 def mnist(data_dir: Path | None) -> Task:
-    """Handwritten digits, 28 x 28."""
+    """Load MNIST, handwritten digits of 28 x 28 pixels."""
     source = "get the four idx files of the MNIST database (LeCun, Cortes and Burges) and name their folder"
     paths = files.find(data_dir, ("mnist",), IDX_FILES, source=source)
     return _idx_task("mnist", paths, Defaults(batch_size=1024, epochs=15, learning_rate=4.0))
 
 
 def fashion_mnist(data_dir: Path | None) -> Task:
-    """Articles of clothing, 28 x 28; found by itself where Debian's package is installed."""
+    """Load Fashion-MNIST, articles of clothing of 28 x 28 pixels; Debian's package needs no ``data_dir``."""
     source = (
-        "install Debian's package dataset-fashion-mnist (it is then found by itself), or get the four idx files of "
+        "install Debian's package dataset-fashion-mnist (which needs no data_dir), or get the four idx files of "
         "Zalando Research's Fashion-MNIST and name their folder"
     )
     if data_dir is None and DEBIAN_FASHION_MNIST.is_dir():
@@ -74,23 +74,27 @@ def _idx_task(name: str, paths: tuple[Path, ...], defaults: Defaults) -> Task:
 
 
 def _pairs(image_file: Path, label_file: Path) -> TensorDataset:
-    """Images [N, 1, 28, 28] in [-1, 1] with their labels [N]."""
+    """Return images [N, 1, 28, 28] in [-1, 1] with their labels [N]."""
     images, labels = read_idx(image_file, dimensions=3), read_idx(label_file, dimensions=1)
     if images.shape[1:] != (SIDE, SIDE):
-        remedy = "the model is made for that size; take the files of MNIST or Fashion-MNIST"
-        raise check.refuse("images", f"{image_file} with shape {images.shape}", f"[N, {SIDE}, {SIDE}]", remedy)
+        raise check.Refusal(
+            f"the images of {image_file} have shape {images.shape} instead of [N, {SIDE}, {SIDE}], the size of the "
+            "model; take the files of MNIST or Fashion-MNIST"
+        )
     if len(images) != len(labels) or len(images) == 0:
-        remedy = f"{image_file.name} and {label_file.name} belong together: get both again"
-        raise check.refuse("images, labels", (len(images), len(labels)), "equally many, and at least 1", remedy)
+        raise check.Refusal(
+            f"{image_file.name} has {len(images)} images and {label_file.name} has {len(labels)} labels; the files "
+            "belong together: get both again"
+        )
     if labels.max() >= NUM_CLASSES:
         where = int(np.argmax(labels >= NUM_CLASSES))
-        remedy = f"label number {where} is not; get the file again"
-        raise check.refuse("label", int(labels[where]), f"in 0 .. {NUM_CLASSES - 1} in {label_file}", remedy)
+        name = f"label number {where} in {label_file}"
+        raise check.refuse(name, int(labels[where]), f"in 0 .. {NUM_CLASSES - 1}", "get the file again")
     return TensorDataset(scaled(torch.from_numpy(images)).unsqueeze(1), torch.from_numpy(labels).long())
 
 
 def scaled(pixels: Tensor) -> Tensor:
-    """From bytes to [-1, 1], whatever the images are.
+    """Scale bytes to [-1, 1] by constants.
 
     >>> scaled(torch.tensor([0, 255], dtype=torch.uint8))
     tensor([-1.,  1.])
@@ -99,17 +103,19 @@ def scaled(pixels: Tensor) -> Tensor:
 
 
 def read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
-    """The array of bytes in an idx file: two zeros, 8, the number of dimensions, big-endian lengths, the bytes."""
+    """Return the array in an idx file: two zeros, 8, the number of dimensions, big-endian lengths, the bytes."""
     raw = files.read(path)
     magic = bytes([0, 0, 8, dimensions])
     if raw[:4] != magic:
-        remedy = "get it again, or check that images and labels are not mixed up"
-        bound = f"an idx file of bytes with {dimensions} dimensions, which begins with {magic.hex(' ')}"
-        raise check.refuse("file", f"{path} beginning with {raw[:4].hex(' ') or 'nothing'}", bound, remedy)
+        raise check.Refusal(
+            f"{path} begins with {raw[:4].hex(' ') or 'nothing'} instead of {magic.hex(' ')}, as an idx file of bytes "
+            f"with {dimensions} dimensions does; get it again, or check that images and labels are not mixed up"
+        )
     start = 4 + 4 * dimensions
     shape = [int.from_bytes(raw[k : k + 4], "big") for k in range(4, start, 4)]
     if len(raw) != start + math.prod(shape):
-        remedy = "it is cut short or damaged: get it again"
-        bound = f"{start + math.prod(shape)} bytes long, for shape {shape}"
-        raise check.refuse("file", f"{path} of {len(raw)} bytes", bound, remedy)
-    return np.frombuffer(bytearray(raw[start:]), dtype=np.uint8).reshape(shape)  # writable, as torch wants it
+        raise check.Refusal(
+            f"{path} has {len(raw)} bytes instead of {start + math.prod(shape)}, for shape {shape}; it is truncated or "
+            "damaged: get it again"
+        )
+    return np.frombuffer(bytearray(raw[start:]), dtype=np.uint8).reshape(shape)  # writable, for torch

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
-    """A weighted sum for each output, zero at the start."""
+    """Return a linear model whose weights and biases start at zero."""
     model = nn.Linear(inputs, outputs)
     nn.init.zeros_(model.weight)
     nn.init.zeros_(model.bias)
@@ -14,12 +14,12 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 def perceptron(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """One hidden layer with tanh."""
+    """Return a perceptron with one hidden layer and tanh."""
     return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
 
 
 def cnn() -> nn.Module:
-    """The CNN of Tramer and Boneh (2021) for one-channel 28 x 28 images in 10 classes: 26,010 parameters."""
+    """Return the CNN of Tramer and Boneh (2021) for one-channel 28 x 28 images in 10 classes: 26,010 parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 8, stride=2, padding=2), nn.Tanh(), nn.MaxPool2d(2, 1),
         nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, 1),
@@ -39,8 +39,8 @@ class CausalTransformer(nn.Module):
         self.head = nn.Linear(width, alphabet)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[B, T] characters to [B, T, alphabet] scores of the next one."""
-        # One row of positions per example: Opacus, which it is timed against, needs it.
+        """Return the scores of the next characters, [B, T, alphabet], from characters [B, T]."""
+        # One row of positions per example: Opacus, which the benchmarks compare with, needs it.
         positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids).contiguous()
         x = self.characters(ids) + self.positions(positions)
         for block in self.blocks:
@@ -49,7 +49,7 @@ class CausalTransformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention to what came before, or to everything, and a feed-forward layer, normalised first."""
+    """A pre-norm transformer block: causal or full attention, and a feed-forward layer."""
 
     def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, T, width] to the same."""
+        """Return the block's output, [B, T, width], from inputs of the same shape."""
         queries, keys, values = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.attend(self.first(x)).chunk(3, -1)
         )

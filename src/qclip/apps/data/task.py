@@ -1,4 +1,4 @@
-"""What a task is: data, a fresh model, a loss, how well a model does, and settings that work."""
+"""Tasks: data, a fresh model, a loss, held-out metrics, and settings that work."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from torch.utils.data import Dataset, TensorDataset
 from qclip.engine.proof.prover import in_evaluation
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""``f(outputs, targets)`` with one loss per example, [B]."""
+"""A function of outputs and targets that returns one loss per example, [B]."""
 Measure = Callable[[Tensor, Tensor], dict[str, Tensor]]
-"""From outputs and targets to the value of each metric for each example, [B]."""
+"""A function of outputs and targets that returns each metric for each example, [B]."""
 
 HELD_OUT_EVERY = 6
-"""Data sets without a test set of their own hold out the examples 0, 6, 12, ... in the order of the file."""
+"""Data sets without a test set hold out the examples 0, 6, 12, ... in the order of the file."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class Defaults:
     learning_rate: float
     """In units of the threshold (`make_private(rescale_to_unit_norm=True)`)."""
     tau: float | None = None
-    """Where to clip, from what is public; when None, at the 0.7-quantile of the gradient norms."""
+    """A public threshold to clip at; None for the 0.7-quantile of the gradient norms."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What ``qclip train`` trains: data, a fresh model, a loss, how well it does, and settings that work.
+    """A task of ``qclip train``: data, a fresh model, a loss, held-out metrics, and settings that work.
 
-    The data are prepared by constants that were fixed beforehand, never by what was measured on them.
+    The data are prepared by constants that were fixed beforehand, never by statistics of the data.
     """
 
     name: str
@@ -43,39 +43,41 @@ class Task:
     """Pairs (input, target), map-style."""
     held_out: Dataset[tuple[Tensor, ...]]
     build_model: Callable[[], nn.Module]
-    """A fresh model, initialised from torch's global generator."""
+    """Builds a fresh model, initialised from torch's global generator."""
     loss: Loss
     """A criterion for `qclip.make_private`."""
     score: Callable[[nn.Module], dict[str, float]]
-    """The held-out metrics of a model, on whatever device it is."""
+    """Returns the held-out metrics of a model, on the model's device."""
     defaults: Defaults
     description: str
-    """One line: how many examples, what they are, which classes."""
+    """One line: the number of examples, their content, the classes."""
 
 
 def classification_losses(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The cross entropy of each example, [B]: of its class, or the mean over its positions.
-
-    outputs: [B, classes] or [B, positions, classes]; targets: [B] or [B, positions].
+    """Return the cross entropy of each example, [B]: of its class, or the mean over its positions.
 
     >>> classification_losses(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.long)).exp()
     tensor([4., 4.])
+
+    Args:
+        outputs: Scores, [B, classes] or [B, positions, classes].
+        targets: Classes, [B] or [B, positions].
     """
     losses = F.cross_entropy(outputs.movedim(-1, 1), targets, reduction="none")
     return losses if losses.dim() == 1 else losses.flatten(1).mean(1)
 
 
 def classification(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Accuracy and loss of each example, over its positions where it has several."""
+    """Return the accuracy and the loss of each example, [B], averaged over its positions."""
     hits = (outputs.argmax(-1) == targets).float()
     accuracy = hits if hits.dim() == 1 else hits.flatten(1).mean(1)
     return {"accuracy": accuracy, "loss": classification_losses(outputs, targets)}
 
 
 def scorer(held_out: TensorDataset, measure: Measure, *, chunk: int = 1000) -> Callable[[nn.Module], dict[str, float]]:
-    """A function that gives the mean of each metric over the held-out examples, ``chunk`` of them at a time.
+    """Return a function that averages each metric over the held-out examples, ``chunk`` of them at a time.
 
-    The model is put in evaluation mode, and each of its modules back into the mode that it was in.
+    It runs the model in evaluation mode and restores the mode of each module.
     """
 
     def score(model: nn.Module) -> dict[str, float]:
@@ -98,7 +100,7 @@ def _means(model: nn.Module, held_out: TensorDataset, measure: Measure, chunk: i
 
 
 def hold_out(inputs: Tensor, targets: Tensor) -> tuple[TensorDataset, TensorDataset]:
-    """The training examples, and the held-out ones: every sixth, beginning with the first.
+    """Return the training examples and the held-out ones: every sixth, beginning with the first.
 
     >>> train, held_out = hold_out(torch.arange(8.0), torch.zeros(8))
     >>> held_out.tensors[0]

@@ -1,4 +1,4 @@
-"""Text: Shakespeare, one character after another."""
+"""Text: Shakespeare, character by character."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,17 +15,17 @@ from qclip.apps.data.task import Defaults, Task, classification, classification_
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 """Line feed and printable ASCII: fixed beforehand, not collected from the text."""
 OTHER = len(ALPHABET)
-"""The number that stands for any other character."""
+"""The id of every other character."""
 WINDOW = 64
 SPEECHES = "speeches.tsv.gz"
 PLAIN = "tinyshakespeare_input.txt.gz"
 
 
 def shakespeare(data_dir: Path | None) -> Task:
-    """Windows of 64 characters, each of them to be foretold from those before it; every sixth window is held out.
+    """Load windows of 64 characters, to predict each character from those before it; every sixth is held out.
 
-    The example that is protected is a window, not a speaker. Windows do not overlap; those of the speeches stay within
-    one speaker of one play.
+    The protected example is a window, not a speaker. Windows do not overlap; those of the speeches stay within one
+    speaker of one play.
     """
     source = (
         "get the speeches, one to a line after a header line: play, speaker and text between tabs, line feeds written "
@@ -36,8 +36,9 @@ def shakespeare(data_dir: Path | None) -> Task:
     pieces = speeches(text, path) if path.name.startswith("speeches") else [text]
     ids = windows(pieces)
     if len(ids) < 2:
-        remedy = "take a longer text"
-        raise check.refuse("windows", len(ids), f"at least 2, of {WINDOW + 1} characters each, in {path}", remedy)
+        raise check.Refusal(
+            f"{path} gives {len(ids)} windows of {WINDOW + 1} characters, fewer than 2; take a longer text"
+        )
     train, held_out = hold_out(ids[:, :-1], ids[:, 1:])
     description = (
         f"{len(train)} windows of {WINDOW} characters, {len(held_out)} held out (every 6th), "
@@ -56,20 +57,22 @@ def shakespeare(data_dir: Path | None) -> Task:
 
 
 def speeches(text: str, path: Path) -> list[str]:
-    """All that each speaker says in a play, from lines of play, speaker and text."""
-    said: dict[tuple[str, str], list[str]] = {}
+    """Return the joined speeches of each speaker in each play, from lines of play, speaker and text."""
+    by_speaker: dict[tuple[str, str], list[str]] = {}
     for number, line in enumerate(text.rstrip("\n").split("\n")[1:], start=2):
         fields = line.rstrip("\r").split("\t")
         if len(fields) != 3:
-            remedy = "write tabs within a speech as spaces"
-            raise check.refuse("line", f"{number} of {path} with {len(fields)} fields", "of 3, between tabs", remedy)
+            raise check.Refusal(
+                f"line {number} of {path} has {len(fields)} fields instead of 3, between tabs; write tabs within a "
+                "speech as spaces"
+            )
         play, speaker, speech = fields
-        said.setdefault((play, speaker), []).append(speech.replace("\\n", "\n"))
-    return ["\n".join(each) for each in said.values()]
+        by_speaker.setdefault((play, speaker), []).append(speech.replace("\\n", "\n"))
+    return ["\n".join(each) for each in by_speaker.values()]
 
 
 def windows(pieces: Sequence[str]) -> Tensor:
-    """The numbers of the characters, [N, 65]: each piece cut from its start, and what is left at its end dropped.
+    """Return the character ids of each window, [N, 65]; pieces are cut from their start, and the remainder is dropped.
 
     >>> windows(["a" * 64 + "é" + "left", "too short"])[:, -2:]
     tensor([[66, 96]])

@@ -1,4 +1,4 @@
-"""Ctrl-C at a good moment: the first one waits for the end of the step, the second one does not."""
+"""Handling of Ctrl-C: the first one waits for the end of the step, the second one does not."""
 
 import os
 import signal
@@ -8,9 +8,9 @@ from typing import Any, Self
 
 
 class Interrupt:
-    """While it is entered, the first SIGINT sets ``asked`` and the second raises KeyboardInterrupt as usual.
+    """A context in which the first SIGINT sets ``asked`` and the second raises KeyboardInterrupt as usual.
 
-    Signals reach the main thread only; in another one it does nothing.
+    Signals reach the main thread only; in another thread the context does nothing.
     """
 
     def __init__(self) -> None:

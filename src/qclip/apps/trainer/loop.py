@@ -1,4 +1,4 @@
-"""The loop of a run: steps, scores and checkpoints, until it is done or a stop is asked for."""
+"""The loop of a run: steps, scores and checkpoints, until the run is finished or interrupted."""
 
 import math
 from typing import Any
@@ -12,15 +12,26 @@ from qclip.apps.trainer.screen import Screen
 from qclip.apps.trainer.summary import summarise
 
 PATIENCE = 3
-"""After so many steps in a row without a finite training loss the held-out loss is looked at."""
+"""Number of steps in a row without a finite training loss after which the held-out loss is checked."""
 
 
 def train(run: TrainerRun, screen: Screen, interrupt: Interrupt) -> bool:
-    """Train to the end of the plan, or of the step in which a stop is asked for; returns whether the plan is done.
+    """Train to the end of the plan or to an interruption.
 
-    A checkpoint is written before the first step, after every epoch, and at the stop. A run whose parameters or
-    held-out loss are no longer finite is refused, and its last checkpoint stays. Both are functions of what was
-    released; only when the held-out loss is looked at depends on the training examples.
+    - A checkpoint is written before the first step, after every epoch, and at an interruption.
+    - A run whose parameters or held-out loss are no longer finite is refused, and its last checkpoint stays. Both are
+      functions of released values; only the moment of the check of the held-out loss depends on the training examples.
+
+    Args:
+        run: The run.
+        screen: Display of steps and scores.
+        interrupt: The interruption, which takes effect after the current step.
+
+    Returns:
+        Whether the plan is finished.
+
+    Raises:
+        Refusal: The run has diverged.
     """
     training, losses = run.training, RawLosses()
     done = len(training.history)
@@ -36,7 +47,7 @@ def train(run: TrainerRun, screen: Screen, interrupt: Interrupt) -> bool:
 
 
 def _rest_of_epoch(run: TrainerRun, screen: Screen, interrupt: Interrupt, losses: "RawLosses", done: int) -> int:
-    """Steps to the end of the epoch, or to the stop; returns how many steps are done in all."""
+    """Train to the end of the epoch or to an interruption; return the number of steps done in all."""
     training = run.training
     for batch in training.loader:
         losses.add(training.step(*batch), examples=len(batch[-1]))
@@ -46,7 +57,7 @@ def _rest_of_epoch(run: TrainerRun, screen: Screen, interrupt: Interrupt, losses
         raw_loss = losses.take()
         if losses.lost == PATIENCE:
             _held_out(run)
-            screen.warn("the loss of some training examples is not finite: they add nothing to the gradient")
+            screen.warn("the loss of some training examples is not finite; they do not contribute to the gradient")
         _refuse_lost_parameters(run)
         line = _step_line(run, raw_loss)
         run.folder.append(line)
@@ -61,15 +72,15 @@ class RawLosses:
 
     def __init__(self) -> None:
         self.lost = 0
-        """The steps in a row, to the last one, whose mean was not finite."""
+        """The number of steps in a row, up to the last one, whose mean was not finite."""
         self._parts: list[tuple[Tensor, int]] = []
 
     def add(self, raw_loss: Tensor, *, examples: int) -> None:
-        """Take in the mean over a physical batch."""
+        """Add the mean loss of a physical batch."""
         self._parts.append((raw_loss, examples))
 
     def take(self) -> float:
-        """The mean over all of them; the next step begins."""
+        """Return the mean over the physical batches, and begin the next step."""
         parts, self._parts = self._parts, []
         mean = sum(loss.item() * examples for loss, examples in parts) / sum(examples for _, examples in parts)
         self.lost = 0 if math.isfinite(mean) else self.lost + 1
@@ -120,7 +131,7 @@ def _diverged(run: TrainerRun, name: str, value: object) -> ValueError:
 
 
 def _save(run: TrainerRun) -> None:
-    """Write what it takes to go on from here; the metrics first, so that they are never behind the checkpoint."""
+    """Write the checkpoint and the summary; the metrics first, so that they are never behind the checkpoint."""
     run.folder.sync()
     run.training.save(run.folder.checkpoint_file)
     run.folder.write_summary(summarise(run, exact=False))

@@ -1,4 +1,4 @@
-"""A run: what follows from its settings, begun anew or taken up again."""
+"""Runs of the trainer: started from settings, or resumed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,10 +34,10 @@ QUANTILES: dict[str, Callable[[float], thresholds.Threshold[Any]]] = {
 
 @dataclass
 class TrainerRun:
-    """A run in memory; the training owns the state, the rest is for the record."""
+    """A run in memory; the training owns the state, the other fields are for the record."""
 
     settings: Settings
-    """With every default filled in."""
+    """The settings, with every default filled in."""
     task: Task
     model: nn.Module
     training: PrivateTraining
@@ -45,24 +45,35 @@ class TrainerRun:
     held_out: dict[str, float] = field(default_factory=dict)
     """The last held-out score."""
     seconds_before: float = 0.0
-    """The time spent before the run was taken up again."""
+    """The time spent before the run was resumed."""
     began: float = field(default_factory=monotonic)
     seeded: bool = False
-    """Whether it began with a seed that someone knows."""
+    """Whether the run began with a given seed."""
 
     @property
     def seconds(self) -> float:
-        """The time spent on it so far."""
+        """The time spent so far."""
         return self.seconds_before + monotonic() - self.began
 
 
 def start(given: Settings, folder: RunFolder, *, overwrite: bool = False) -> TrainerRun:
-    """Set up a new run. Nothing in the folder changes before all of it is known to work."""
+    """Start a new run. The folder does not change before the whole run is set up.
+
+    Args:
+        given: The settings of the command line.
+        folder: The folder to write to.
+        overwrite: Whether to replace a run in the folder.
+
+    Raises:
+        Refusal: A setting is out of bounds, or the folder holds a run or cannot be written to.
+    """
     given.check()
     if folder.holds_run and not overwrite:
         state = "a finished" if folder.summary_file.exists() and folder.summary().finished else "an unfinished"
-        remedy = "resume it (--resume), replace it (--overwrite), or choose another folder"
-        raise check.refuse("--out", str(folder.path), f"without a run in it, and holds {state} one", remedy)
+        raise check.Refusal(
+            f"--out = {str(folder.path)!r} holds {state} run; resume it (--resume), replace it (--overwrite), or "
+            "choose another folder"
+        )
     folder.refuse_unwritable()
     task = _load(given)
     settings = given.filled(_defaults(task), dataset_size(task.train), _device(given.device))
@@ -74,17 +85,29 @@ def start(given: Settings, folder: RunFolder, *, overwrite: bool = False) -> Tra
 
 
 def resume(given: Settings, folder: RunFolder) -> TrainerRun:
-    """Take up the run of this folder where its checkpoint left it; settings that contradict it are refused."""
+    """Resume the run of this folder at its checkpoint.
+
+    Args:
+        given: The settings of the command line; those left out stay as they were.
+        folder: The folder of the run.
+
+    Raises:
+        Refusal: The run is finished, or settings or data contradict it.
+    """
     summary = folder.summary()
     if summary.finished:
-        remedy = "there is nothing left to do; start another run in another --out, or replace it (--overwrite)"
-        raise check.refuse("--out", str(folder.path), "of a run that is not finished, to resume it", remedy)
+        raise check.Refusal(
+            f"--out = {str(folder.path)!r} holds a finished run, which cannot be resumed; start another run in another "
+            "--out, or replace it (--overwrite)"
+        )
     settings = agreed(given, from_public(summary.settings))
     folder.refuse_unwritable()
     task = _load(settings)
     if task.description != summary.description:
-        remedy = "put back the data that the run began with"
-        raise check.refuse("data", task.description, f"{summary.description!r}, to resume the run", remedy)
+        raise check.Refusal(
+            f"the data have changed from {summary.description!r} to {task.description!r}; put back the data that the "
+            "run began with"
+        )
     run = _build(settings, task, folder)
     run.training.load(folder.checkpoint_file)
     folder.truncate(len(run.training.history))
@@ -96,7 +119,7 @@ def resume(given: Settings, folder: RunFolder) -> TrainerRun:
 
 
 def free_folder(given: Settings) -> RunFolder:
-    """Where to write when no folder was named: out/NAME, or the first of out/NAME-2, ... that holds no run."""
+    """Return the default folder: out/NAME, or the first of out/NAME-2, ... that holds no run."""
     name = Path(given.data or "digits").name.removesuffix(".gz").removesuffix(".csv")
     folder, number = RunFolder(Path("out") / name), 1
     while folder.holds_run:
@@ -150,7 +173,7 @@ def _build(settings: Settings, task: Task, folder: RunFolder) -> TrainerRun:
 
 
 def threshold(settings: Settings) -> thresholds.Threshold[Any]:
-    """The threshold of settings that are filled in."""
+    """Return the threshold of settings whose defaults are filled in."""
     if settings.threshold == "constant":
         assert settings.tau is not None
         return thresholds.Constant(settings.tau)
@@ -164,7 +187,7 @@ def _optimizer(model: nn.Module, settings: Settings) -> Optimizer:
 
 
 def _fresh_model(task: Task, seed: int | None) -> nn.Module:
-    """A model whose initial weights follow from the seed, without touching the global generator."""
+    """Build a model whose initial weights follow from the seed, without touching the global generator."""
     initial = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(initial))
@@ -172,7 +195,7 @@ def _fresh_model(task: Task, seed: int | None) -> nn.Module:
 
 
 def _check_labels(task: Task, model: nn.Module) -> None:
-    """Refuse classes that the model has no output for: on an accelerator they would end the process, unexplained."""
+    """Refuse classes that the model has no output for: on an accelerator they would crash the process."""
     for part in (task.train, task.held_out):
         if not isinstance(part, TensorDataset) or part.tensors[-1].is_floating_point():
             continue
@@ -182,7 +205,7 @@ def _check_labels(task: Task, model: nn.Module) -> None:
             classes = model(inputs[:1].to(device)).shape[-1]
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= classes:
-            remedy = "correct the labels, or let the model have an output for each"
+            remedy = "correct the labels, or give the model an output for each"
             raise check.refuse("label", low if low < 0 else high, f"in 0 .. {classes - 1}", remedy)
 
 
@@ -204,5 +227,5 @@ def _device(given: str | None) -> str:
         torch.zeros(1, device=given)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise check.refuse("--device", given, f"one that is here ({reason})", "leave it out, or take cpu") from None
+        raise check.Refusal(f"--device = {given!r} does not work here ({reason}); leave it out, or take cpu") from None
     return given

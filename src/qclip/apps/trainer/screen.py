@@ -1,4 +1,4 @@
-"""What is shown while a run goes on: a live bar on a terminal, a line per epoch everywhere."""
+"""The display of a run: a live progress bar on a terminal, a line per epoch everywhere."""
 
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -9,9 +9,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Screen:
-    """Shows steps and scores as they come.
+    """A display of steps and scores.
 
-    The training loss is raw: it is shown on a terminal, and left out where the output may end in a file.
+    The training loss is raw: it is shown on a terminal, and left out where the output may go to a file.
+
+    Args:
+        console: Where to print.
+        num_steps: Steps planned.
+        done: Steps done before.
+        epochs: Epochs planned.
     """
 
     def __init__(self, console: Console, num_steps: int, done: int, epochs: int) -> None:
@@ -51,7 +57,7 @@ class Screen:
         )
 
     def warn(self, text: str) -> None:
-        """Say something that must not end in a file."""
+        """Show a warning that depends on raw values, on a terminal only."""
         if self.console.is_terminal:
             self.console.print(text, highlight=False)
 
@@ -64,7 +70,7 @@ def _state(line: Mapping[str, Any]) -> str:
 
 
 def span(values: Sequence[float]) -> str:
-    """One value, or the least and the largest.
+    """Format one value, or the range of several.
 
     >>> span([0.5]), span([0.25, 1.0, 0.5])
     ('0.5', '0.25 to 1')

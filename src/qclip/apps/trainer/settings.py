@@ -17,51 +17,51 @@ ThresholdName = Literal["private-quantile", "slack", "histogram", "geometric", "
 NOT_PRIVATE = ("exact", "rolling")
 CERTIFICATE = ("L", "sigma", "gap", "q")
 SECRET = ("seed",)
-"""Not written to files that are for showing: whoever knows the seed can subtract the noise."""
+"""Not written to files meant for sharing: the seed would let a reader subtract the noise."""
 FREE_TO_MOVE = ("data_dir", "compile")
-"""What may differ when a run is taken up again."""
+"""Settings that may differ when a run is resumed."""
 
 
 def _option(metavar: str, default: str = "none") -> Any:
-    """How ``--help`` shows an option that is None when it is left out."""
+    """Describe, for ``--help``, an option that is None when it is left out."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train, how privately and how.
+    """The data, the privacy, the training and the certificate of a run.
 
-    None means left out: a new run then takes the default, a resumed one what it has.
+    None means left out: a new run takes the default, a resumed one keeps its setting.
     """
 
     data: Annotated[str | None, _option("NAME|PATH.csv", "digits")] = None
     """digits, mnist, fashion-mnist, adult, shakespeare, or the path of a table in a .csv file."""
     data_dir: Annotated[Path | None, _option("DIR")] = None
-    """Where the files of the data set lie; the digits need none."""
+    """Folder of the data set's files; digits need none."""
     target: Annotated[str | None, _option("COLUMN")] = None
-    """The column of a .csv file to foretell."""
+    """The column of a .csv file to predict."""
     classes: Annotated[tuple[str, ...], _option("CLASS...", "read from the file")] = ()
     """The classes of the target of a .csv file, known beforehand."""
     columns: Annotated[tuple[str, ...], _option("NAME=KIND...", "read from the file")] = ()
-    """What columns of a .csv file hold: number, text, drop (not used), or the range of a number such as age=0:120."""
+    """The kinds of columns of a .csv file: number, text, drop (not used), or a number's range such as age=0:120."""
 
     epsilon: Annotated[float | None, _option("FLOAT", "3")] = None
-    """The privacy budget: the noise is chosen to meet it."""
+    """Privacy budget, which the noise is calibrated to meet."""
     delta: Annotated[float | None, _option("FLOAT", "1/(10 examples)")] = None
-    """The probability with which the budget may be exceeded."""
+    """Delta of the privacy budget."""
     noise_multiplier: Annotated[float | None, _option("FLOAT")] = None
-    """Instead of --epsilon: the noise of gradient and counts together; 0 trains without privacy."""
+    """Instead of --epsilon: noise multiplier of gradient and counts together; 0 trains without privacy."""
 
     epochs: Annotated[int | None, _option("INT", "the task's")] = None
-    """How often each example is used, on average."""
+    """Length of the run: how often each example is used, on average."""
     batch_size: Annotated[int | None, _option("INT", "the task's")] = None
-    """The expected number of examples of a step."""
+    """Expected batch size."""
     lr: Annotated[float | None, _option("FLOAT", "the task's; 0.01 for adam")] = None
-    """The step size, in units of the threshold."""
+    """Learning rate, in units of the threshold."""
     plain_steps: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Take --lr as it is, not divided by the threshold: it then has to fit the scale of the gradients."""
+    """Use --lr without dividing it by the threshold; it must then fit the scale of the gradients."""
     optimizer: Annotated[Literal["sgd", "adam"] | None, _option("{sgd,adam}", "sgd")] = None
-    """What applies the noisy gradients."""
+    """The optimizer of the noisy gradients."""
     threshold: Annotated[
         ThresholdName | None,
         _option(
@@ -69,24 +69,24 @@ class Settings:
             "private-quantile; constant for tables, unless --p is given",
         ),
     ] = None
-    """Where to clip. Exact and rolling quantiles are not private: they need --noise-multiplier."""
+    """The threshold to clip at. Exact and rolling quantiles are not private: they need --noise-multiplier."""
     p: Annotated[float | None, _option("FLOAT", "0.7")] = None
-    """The fraction of examples to leave unclipped."""
+    """Fraction of examples to leave unclipped."""
     tau: Annotated[float | None, _option("FLOAT", "for tables the root of the number of columns")] = None
-    """Where --threshold constant clips."""
+    """The value of --threshold constant."""
     groups: Annotated[Literal["flat", "per-layer"] | None, _option("{flat,per-layer}", "flat")] = None
-    """Which parameters are clipped together."""
+    """Groups of parameters that are clipped together."""
 
     physical_batch_size: Annotated[int | None, _option("INT", "the whole step")] = None
-    """The most examples that go through the model at once."""
+    """Physical batch size: the most examples that go through the model at once."""
     compile: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Run each step as one compiled graph: faster, after a while of compiling."""
+    """Compile each step into one graph: faster steps, after some time to compile."""
     device: Annotated[str | None, _option("DEVICE", "cuda where there is one, else cpu")] = None
-    """Where to train."""
+    """Device to train on."""
     seed: Annotated[int | None, _option("INT", "drawn anew")] = None
-    """For tests only: whoever knows it can subtract the noise."""
+    """Seed, for tests only: anyone who knows it can subtract the noise."""
     write_raw_loss: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Write the training loss to metrics.jsonl: it is not private."""
+    """Write the training loss to metrics.jsonl; it is not private."""
 
     L: Annotated[float | None, tyro.conf.arg(name="L", metavar="FLOAT", help_behavior_hint="(default: none)")] = None
     """Smoothness of the objective; with --sigma, --gap and --plain-steps, for the certificate of the run."""
@@ -98,7 +98,7 @@ class Settings:
     """The moment that --sigma bounds, in (1, 2]."""
 
     def assumptions(self) -> "Assumptions | None":
-        """What the certificate rests on; None where none is asked for."""
+        """Return the assumptions of the certificate; None where no certificate was requested."""
         from qclip.theory import Assumptions
 
         if self.L is None or self.sigma is None or self.gap is None:
@@ -106,7 +106,11 @@ class Settings:
         return Assumptions(L=self.L, sigma=self.sigma, q=2.0 if self.q is None else self.q, gap=self.gap)
 
     def check(self) -> None:
-        """Refuse values that are out of bounds and settings that contradict each other, before anything is loaded."""
+        """Refuse values that are out of bounds and settings that contradict each other, before data are loaded.
+
+        Raises:
+            Refusal: Names the option, its value and the remedy.
+        """
         self._check_numbers()
         self._check_privacy()
         self._check_threshold()
@@ -130,22 +134,23 @@ class Settings:
             return
         check.nonnegative("--noise-multiplier", self.noise_multiplier, "0 means no noise")
         if self.epsilon is not None:
-            remedy = "give the privacy budget, or the noise itself"
+            remedy = "give the privacy budget, or the noise multiplier"
             raise check.refuse("--noise-multiplier", self.noise_multiplier, "left out with --epsilon", remedy)
 
     def _check_threshold(self) -> None:
         if self.threshold in NOT_PRIVATE and self.noise_multiplier is None:
-            remedy = "take another, or add --noise-multiplier (0 for plain QC-SGD) for a run without a guarantee"
-            raise check.refuse("--threshold", self.threshold, "private, to meet an epsilon", remedy)
+            raise check.Refusal(
+                f"--threshold = {self.threshold!r} is not private and meets no epsilon; take another, or add "
+                "--noise-multiplier (0 for plain QC-SGD) for a run without a guarantee"
+            )
         if self.threshold == "constant":
             if self.p is not None:
                 raise check.refuse("--p", self.p, "left out with --threshold constant", "it has no quantile")
-            remedy = "say where to clip, or take a quantile"
             if self.tau is None:
-                raise check.refuse("--tau", None, "given with --threshold constant", remedy)
-            check.positive("--tau", self.tau, remedy)
+                raise check.Refusal("--threshold constant needs --tau; add it, or take a quantile")
+            check.positive("--tau", self.tau, "it is the largest norm of a clipped gradient")
         elif self.tau is not None:
-            remedy = "add --threshold constant, or drop it: quantiles find their own"
+            remedy = "add --threshold constant, or drop it: quantiles are estimated"
             raise check.refuse("--tau", self.tau, "left out without --threshold constant", remedy)
         if self.p is not None:
             check.quantile("--p", self.p)
@@ -156,8 +161,10 @@ class Settings:
         if not given:
             return
         if missing:
-            remedy = "a certificate needs --L, --sigma and --gap (and --q below 2 for heavy tails)"
-            raise check.refuse(missing[0], None, f"given with {flag(given[0])}", remedy)
+            raise check.Refusal(
+                f"{flag(given[0])} was given without {missing[0]}; a certificate needs --L, --sigma and --gap (and --q "
+                "below 2 for heavy tails)"
+            )
         remedy = "the certificate is for plain SGD, clipped flat at a quantile; drop --L, --sigma and --gap otherwise"
         for name, value, only in (("optimizer", self.optimizer, "sgd"), ("groups", self.groups, "flat")):
             if value not in (None, only):
@@ -167,13 +174,19 @@ class Settings:
         self.assumptions()
 
     def filled(self, task_defaults: Mapping[str, Any], examples: int, device: str) -> "Settings":
-        """The same settings with a default for everything that was left out and has one."""
+        """Return the settings with defaults for those that were left out.
+
+        Args:
+            task_defaults: The defaults of the task.
+            examples: Size of the data set.
+            device: The default device.
+        """
         given = {key: value for key, value in asdict(self).items() if value is not None}
         common = {"data": "digits", "optimizer": "sgd", "threshold": "private-quantile", "groups": "flat"}
         choices: dict[str, Any] = common | dict(task_defaults) | {"device": device, "delta": 1 / (10 * examples)}
         if self.noise_multiplier is None:
             choices["epsilon"] = 3.0
-        # A task may know where to clip; p and the certificate are about a quantile.
+        # A task may have a threshold of its own; p and the certificate need a quantile.
         if choices.get("tau") is not None and (self.threshold, self.p, self.L) == (None, None, None):
             choices["threshold"] = "constant"
         constant = (self.threshold or choices["threshold"]) == "constant"
@@ -185,12 +198,12 @@ class Settings:
         return replace(self, **(choices | given))
 
     def public(self) -> dict[str, Any]:
-        """What may be shown, as JSON has it."""
+        """Return the settings that may be shared, as JSON values."""
         values = {key: value for key, value in asdict(self).items() if key not in SECRET}
         return {key: _as_json(value) for key, value in values.items()}
 
     def command(self) -> str:
-        """The command line that has these settings, less what is secret."""
+        """Return the command line of these settings, without the secret ones."""
         words = ["qclip", "train"]
         for name, value in self.public().items():
             if value is True:
@@ -202,33 +215,34 @@ class Settings:
 
 
 def from_public(values: Mapping[str, Any]) -> Settings:
-    """The settings that a summary holds; the seed is not among them, and not needed to go on."""
+    """Return the settings of a summary; the seed is not among them, and not needed to resume."""
     known = {field.name for field in fields(Settings)} - set(SECRET)
     unknown = sorted(set(values) - known)
     if unknown:
-        remedy = "resume with the version of qclip that wrote it"
-        raise check.refuse("summary.json", f"with settings {unknown}", "of this version", remedy)
+        raise check.Refusal(
+            f"summary.json has settings {unknown} unknown to this version; resume with the version that wrote it"
+        )
     read: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     data_dir = read.pop("data_dir", None)
     return Settings(**read, data_dir=None if data_dir is None else Path(data_dir))
 
 
 def agreed(given: Settings, saved: Settings) -> Settings:
-    """The settings of a run that is taken up again; what contradicts them is refused by name."""
+    """Return the settings of a resumed run; a given setting that contradicts a saved one is refused by name."""
     for name, value in asdict(given).items():
-        had = getattr(saved, name)
-        if _left_out(value) or value == had or name in FREE_TO_MOVE:
+        before = getattr(saved, name)
+        if _left_out(value) or value == before or name in FREE_TO_MOVE:
             continue
         if name in SECRET:
-            remedy = "leave it out: the checkpoint goes on with the random numbers that the run began with"
+            remedy = "the checkpoint continues the run's own random numbers"
             raise check.refuse(flag(name), value, "left out with --resume", remedy)
         remedy = "leave it out, or start another run in another --out"
-        raise check.refuse(flag(name), value, f"{had!r}, what the run began with, to resume it", remedy)
+        raise check.refuse(flag(name), value, f"{before!r}, the value that the run began with, to resume it", remedy)
     return replace(saved, data_dir=given.data_dir or saved.data_dir)
 
 
 def flag(name: str) -> str:
-    """How the command line calls a field.
+    """Return the command-line option of a field.
 
     >>> flag("batch_size")
     '--batch-size'
@@ -251,6 +265,6 @@ def _as_json(value: Any) -> Any:
 
 
 def _word(value: object) -> str:
-    """A value as one would write it: 3 rather than 3.0, but every digit that counts."""
+    """Format a value as one would write it: 3 rather than 3.0, but with every digit that counts."""
     short = f"{value:g}" if isinstance(value, float) else str(value)
     return short if not isinstance(value, float) or float(short) == value else repr(value)

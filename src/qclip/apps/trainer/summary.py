@@ -1,4 +1,4 @@
-"""The summary of a run, from the run in memory."""
+"""The summary of a run in memory."""
 
 import math
 import platform
@@ -14,7 +14,7 @@ CONFIDENCE = 0.95
 
 
 def summarise(run: TrainerRun, *, exact: bool) -> Summary:
-    """The summary of a run at this moment; its epsilon is rounded up a little unless ``exact``, which takes longer."""
+    """Summarise a run at this moment; epsilon is rounded up a little unless ``exact``, which takes longer."""
     training, plan = run.training, run.training.plan
     done = len(training.history)
     epsilon = training.epsilon() if exact else training.epsilon_curve(done)
@@ -50,12 +50,12 @@ def summarise(run: TrainerRun, *, exact: bool) -> Summary:
 
 
 def _certificate(run: TrainerRun) -> tuple[Certificate | None, str | None]:
-    """The certificate, where one is asked for; where the theorem does not cover the run, why not."""
+    """Return the certificate where it was requested, or the reason why the theorem does not cover the run."""
     assumptions = run.settings.assumptions()
     if assumptions is None:
         return None, None
     try:
         bound = run.training.certificate(assumptions, CONFIDENCE)
-    except ValueError as error:  # the run is done and paid for: it is no less so without a certificate
+    except ValueError as error:  # the run is finished and paid for, with or without a certificate
         return None, str(error)
     return Certificate(bound.total, bound.optimisation, bound.variance, bound.bias, CONFIDENCE), None

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qclip._validate import Refusal
 from qclip.engine import batch as batches
 from qclip.engine.capture.checks import Evaluate, require_losses
 from qclip.engine.compiled.graph import Function, as_a_step_runs, inputs_of, model_tensors, outputs_of, trace
@@ -14,7 +13,7 @@ from qclip.engine.driver import Engine, Run
 from qclip.engine.gradients import clipping
 from qclip.engine.gradients.costs import Method
 from qclip.engine.gradients.plan import Plan
-from qclip.engine.proof.proof import halves, replacement
+from qclip.engine.proof.separation import require_separation
 from qclip.engine.randomness import RandomState
 from qclip.engine.result import ClippedGradients
 from qclip.engine.torch_settings import tf32_anywhere
@@ -102,12 +101,15 @@ class Trials:
         everyone = torch.ones(batch_size, dtype=torch.bool, device=self._device)
         before = self.trial(function, batch, everyone)
         tolerance = self._tolerance(1e-4, 1e-2)
-        for half in halves(batch_size, before.norms[:, 0]):
-            stays = half != 0
-            after = self.trial(function, batches.select(batch, replacement(stays), batch_size), everyone)
-            for a, b in ((before.norms, after.norms), (before.losses, after.losses)):
-                if bool(_differ(a[stays], b[stays], tolerance).any()):
-                    raise Refusal("examples mix: replacing some of them changed the losses or gradient norms of others")
+
+        def difference(after: Trial, is_kept: Tensor) -> str | None:
+            pairs = (before.norms, after.norms), (before.losses, after.losses)
+            differ = any(bool(_differ(a[is_kept], b[is_kept], tolerance).any()) for a, b in pairs)
+            return "in their losses or gradient norms" if differ else None
+
+        require_separation(
+            lambda others: self.trial(function, others, everyone), difference, batch, batch_size, before.norms[:, 0]
+        )
 
     def _eager(
         self, evaluate: Evaluate, batch: Any, batch_size: int, methods: Mapping[str, Method | None]

@@ -7,10 +7,9 @@ Gram matrices.
 Shapes: B batch size, R images per example, C and M input and output channels, T positions.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +39,7 @@ LONG_ROW: Final = 8
 """From this length on, copying rows of a window is faster than copying strided rows of positions."""
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """The geometry of the windows, with one number per spatial dimension in each tuple."""
 
     strides: tuple[int, ...]
@@ -91,7 +89,7 @@ class Windows(Products):
 
     @property
     def _images_each(self) -> int:
-        """R."""
+        """R, the number of images of each example."""
         return len(self.grads) // self.batch_size
 
     @property
@@ -108,7 +106,7 @@ class Windows(Products):
     def gram_norms(self) -> Squares:
         """Compute norms from Gram matrices of the positions, chunk by chunk."""
         step = chunk(self.dims.unfolded + self.dims.positions**2, self.images)
-        squares = Squares.cat([part.outer().gram_norms() for part in self._split(step)])
+        squares = Squares.cat([windows.outer().gram_norms() for windows in self._split(step)])
         # On a GPU the sum adds rounded gradients, whatever the factor.
         return Squares.exact(squares.scaled)
 
@@ -116,11 +114,11 @@ class Windows(Products):
         """Compute norms from the gradients, formed chunk by chunk and not kept."""
         # On a GPU the sum adds the very same gradients, rounded alike: no rounding margin is needed.
         if self.in_kernels:  # not split: chunks would fix the strides of images and gradients, by copies
-            return Squares.exact(window_squares(self.images, self.grads, *self._pairs()))
+            return Squares.exact(window_squares(self.images, self.grads, self.shape[2:], *self.geometry[:3]))
         chunks = self._split(chunk(self.shape.numel(), self.images))
         if self.images.is_cuda:
-            return Squares.cat([part.kept().squared_norms() for part in chunks])
-        squares = torch.cat([square_sums(part.dense()) for part in chunks])
+            return Squares.cat([windows.kept().squared_norms() for windows in chunks])
+        squares = torch.cat([square_sums(windows.dense()) for windows in chunks])
         return Squares.exact(round_up(squares, self.sizes(), relative_error_bound(self.grads)))
 
     def sizes(self) -> Tensor:
@@ -133,14 +131,14 @@ class Windows(Products):
     def weighted_sum(self, factors: Tensor) -> Tensor:
         """Return the sum of the gradients times the factors [B]: on a CPU, an ordinary weight gradient.
 
-        A GPU's convolutions round in their own ways, so there the gradients whose norms were taken are added.
+        A GPU's convolutions round in their own ways, so there the sum adds the very gradients that gave the norms.
         """
         if self.in_kernels:
-            return window_sums(self.images, self.grads, factors, *self._pairs())
+            return window_sums(self.images, self.grads, factors, self.shape[2:], *self.geometry[:3])
         if self.images.is_cuda:
             step = chunk(self.shape.numel(), self.images)
-            pairs = zip(self._split(step), factors.split(step), strict=True)
-            return torch.stack([part.kept().weighted_sum(some) for part, some in pairs]).sum(0)
+            chunks = zip(self._split(step), factors.split(step), strict=True)
+            return torch.stack([windows.kept().weighted_sum(scales) for windows, scales in chunks]).sum(0)
         grads = scale_examples(self.grads, self._per_image(factors))
         return self._weight_gradient(as_float32(self.images), grads, self.shape, self.geometry.groups)
 
@@ -151,7 +149,7 @@ class Windows(Products):
         if not self._unfolding_is_faster():
             return self._grouped()
         step = max(1, WINDOWS_BYTES // (4 * self.dims.unfolded))
-        grads = [part.outer().dense() for part in self._split(step)]
+        grads = [windows.outer().dense() for windows in self._split(step)]
         return grads[0] if len(grads) == 1 else torch.cat(grads)
 
     def _unfolding_is_faster(self) -> bool:
@@ -162,18 +160,18 @@ class Windows(Products):
     def _grouped(self) -> Tensor:
         """Return the gradients [B, *shape] by one convolution."""
         # Every image is a group of channels of one large image: each group's weights get its own gradient.
-        count, channels = self.images.shape[:2]
-        images = as_float32(self.images).reshape(1, count * channels, *self.images.shape[2:])
+        num_images, channels = self.images.shape[:2]
+        images = as_float32(self.images).reshape(1, num_images * channels, *self.images.shape[2:])
         grads = as_float32(self.grads).reshape(1, -1, *self.grads.shape[2:])
-        shape = torch.Size((count * self.shape[0], *self.shape[1:]))
-        weights = self._weight_gradient(images, grads, shape, count * self.geometry.groups)
+        shape = torch.Size((num_images * self.shape[0], *self.shape[1:]))
+        weights = self._weight_gradient(images, grads, shape, num_images * self.geometry.groups)
         weights = weights.view(self.batch_size, -1, *self.shape)
-        return weights.sum(1) if count > self.batch_size else weights.squeeze(1)
+        return weights.sum(1) if num_images > self.batch_size else weights.squeeze(1)
 
     def kept(self) -> Dense:
         """Return the gradients themselves, in the precision they are computed in."""
         if self.in_kernels:
-            return Dense(*window_gradients(self.images, self.grads, *self._pairs()))
+            return Dense(*window_gradients(self.images, self.grads, self.shape[2:], *self.geometry[:3]))
         return self.outer().kept() if self.images.is_cuda else Dense(self.dense())
 
     def masked(self, is_kept: Tensor) -> "Windows":
@@ -205,19 +203,8 @@ class Windows(Products):
         """Repeat the values [B] of the examples for each of their images, [B R]."""
         return x.repeat_interleave(self._images_each, output_size=len(self.grads))
 
-    def _pairs(self) -> tuple[tuple[int, int], ...]:
-        """Return the geometry in two dimensions: kernel, strides, pads, dilations."""
-        g = self.geometry
-        kernel, strides, pads, dilations = map(_pair, (self.shape[2:], g.strides, g.pads, g.dilations))
-        return kernel, strides, pads, dilations
-
     def _by_group(self, x: Tensor) -> Tensor:
         """Reshape [B R, groups * channels, *positions] to [B, groups, R * positions, channels]."""
         groups = self.geometry.groups
         x = x.flatten(2).view(self.batch_size, -1, groups, x.shape[1] // groups, x[0, 0].numel())
         return x.permute(0, 2, 1, 4, 3).flatten(2, 3)
-
-
-def _pair(sizes: Sequence[int]) -> tuple[int, int]:
-    first, second = sizes
-    return first, second

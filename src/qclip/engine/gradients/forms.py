@@ -365,12 +365,7 @@ def join(forms: Sequence[GradientForm]) -> list[GradientForm]:
         for form in forms[1:]:
             total = total + form.dense()
         return [Dense(total)]
-    joined: list[GradientForm] = []
-    if outers:
-        joined.append(join_outers(outers))
-    if tables:
-        joined.append(join_rows(tables))
-    return joined
+    return [*([join_outers(outers)] if outers else []), *([join_rows(tables)] if tables else [])]
 
 
 def _is_matrix(outer: Outer) -> bool:
@@ -381,11 +376,8 @@ def join_outers(forms: Sequence[Outer]) -> Outer:
     """Join the uses of one weight into one sum over more positions."""
     if len(forms) == 1:
         return forms[0]
-    left, right = (
-        torch.cat([as_float32(side) for side in sides], 2)
-        for sides in zip(*[(form.left, form.right) for form in forms], strict=True)
-    )
-    return Outer(left, right, forms[0].shape)
+    lefts, rights = [as_float32(form.left) for form in forms], [as_float32(form.right) for form in forms]
+    return Outer(torch.cat(lefts, 2), torch.cat(rights, 2), forms[0].shape)
 
 
 def join_rows(forms: Sequence[Rows]) -> Rows:

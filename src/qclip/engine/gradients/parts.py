@@ -74,7 +74,9 @@ def collect(
                 if source.parameters <= plan.whole:
                     continue
                 if key not in forms:
-                    raise Refusal(f"{site} was called in another way than when it was proven; keep the call as it was")
+                    raise Refusal(
+                        f"{site} is not called as it was when it was proven; make the same call in every step"
+                    )
                 gradient = forms[key]
                 _attribute(parts, source, gradient() if callable(gradient) else gradient, parameters)
         return {name: _joined(name, contributions, parameters) for name, contributions in parts.items()}

@@ -50,7 +50,14 @@ class Plan:
 
 
 def gradient_forms(site: Site, plan: SitePlan, grads: Sequence[Tensor], batch_size: int) -> dict[int, Gradient]:
-    """Return each source's per-example gradient at this site, by the id of the source's tensor in the call."""
+    """Return each source's per-example gradient at this site, by the id of the source's tensor in the call.
+
+    Args:
+        site: the site.
+        plan: how its gradients are computed.
+        grads: the gradients of its outputs.
+        batch_size: B.
+    """
     if plan.by_rule:
         return _rule_forms(site, plan.layout, grads[0], batch_size)
     carrying = fallback.carriers(site.call, plan.layout, batch_size, plan.dims)
@@ -123,7 +130,7 @@ def plan_site(
                 break
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
                 continue  # this strategy does not fit the call; the next one may
-    return plans, "it has no rule, and running it again example by example does not give what it gave"
+    return plans, "it has no rule, and running it again example by example does not reproduce its output"
 
 
 def _covers(site: Site, plan: SitePlan, grads: Sequence[Tensor], batch_size: int) -> bool:

@@ -31,9 +31,8 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
     """
 
     def register(function: Callable[..., Any]) -> Any:
-        registered = torch.library.custom_op(
-            f"qclip::{name}", function, mutates_args=(), tags=(torch.Tag.flexible_layout,)
-        )
+        tags = (torch.Tag.flexible_layout,)
+        registered = torch.library.custom_op(f"qclip::{name}", function, mutates_args=(), tags=tags)
         registered.register_fake(fake)
         return registered
 

@@ -103,15 +103,7 @@ if triton is not None:
 
     @triton.jit
     def _sums(
-        grads,
-        inputs,
-        means,
-        scales,
-        sums,
-        positions,
-        N: tl.constexpr,
-        ROWS: tl.constexpr,
-        COLUMNS: tl.constexpr,
+        grads, inputs, means, scales, sums, positions, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
     ):
         """Sum one block of positions and of elements, of one example."""
         example, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)

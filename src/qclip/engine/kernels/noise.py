@@ -107,15 +107,7 @@ def _addresses_of(values: tuple[int, ...], device: torch.device) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _add_noise(
-        rows,
-        addresses,
-        values,
-        memory,
-        ALIGNED: tl.constexpr,
-        FAST: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
+    def _add_noise(rows, addresses, values, memory, ALIGNED: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr):
         """Process one row of the table: four blocks of one tensor."""
         program = tl.program_id(0)
         tensor = tl.load(rows + 4 * program)
@@ -133,15 +125,7 @@ if triton is not None:
 
     @triton.jit
     def _four_blocks(
-        raw,
-        target,
-        count,
-        secret,
-        program,
-        sizes,
-        WHOLE: tl.constexpr,
-        FAST: tl.constexpr,
-        BLOCK: tl.constexpr,
+        raw, target, count, secret, program, sizes, WHOLE: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr
     ):
         here = tl.arange(0, BLOCK)
         zero = here * 0

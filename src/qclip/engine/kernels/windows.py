@@ -84,7 +84,7 @@ def window_sums(
     """Return the sum [M, C, *kernel] of the gradients of `window_gradients` times ``factors`` [B], at least float32.
 
     The gradients are rounded as there, and not written. An example that is not finite makes the sum not finite,
-    whatever its factor.
+    whatever its factor. The other arguments are those of `window_gradients`.
 
     >>> ones, twice = torch.ones(2, 1, 3, 3), torch.tensor([2.0, 0.0])
     >>> window_sums(ones, ones, twice, (3, 3), (1, 1), (1, 1), (1, 1))[0, 0].tolist()
@@ -306,7 +306,7 @@ if triton is not None:
 
     @triton.jit
     def _tiles(images, images_example, grads, grads_example, weights, partial, K: constexpr):
-        """Compute one tile of one example's gradient [M, N] and the sum of its squares; write it if asked to."""
+        """Compute one tile of one example's gradient, [M, N], and the sum of its squares; write it to ``weights``."""
         program = tl.program_id(0)
         example = (program // K.TILES).to(tl.int64)
         m, n = _places(program % K.TILES, K)

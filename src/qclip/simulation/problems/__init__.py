@@ -1,4 +1,4 @@
-"""Stochastic problems with exact oracles: gradient, per-example gradients, quantile, moments, smoothness, minimiser."""
+"""Stochastic problems with exact oracles: per-example gradients, quantiles, moments, smoothness, minimiser."""
 
 from qclip.simulation.problems.additive import (
     AdditiveNoise,

@@ -1,10 +1,10 @@
-"""Laws of the gradient noise, each with its exact moments and the exact quantiles of ``||grad + noise||``.
+"""Distributions of the gradient noise, with exact moments and exact quantiles of ``||grad + noise||``.
 
-Two geometries have norm laws that can be computed tightly: noise of uniform direction (`Gaussian`, `StudentT`), and
-noise along the first axis (`Pareto`, `Bernoulli`), where asymmetry makes the clipped mean biased.
+The distribution of the norm can be computed tightly for two geometries: noise of uniform direction (`Gaussian`,
+`StudentT`), and noise along the first axis (`Pareto`, `Bernoulli`), whose asymmetry makes the clipped mean biased.
 
-Shapes: ``g`` [..., d] holds gradients, one norm law each; ``xi`` [..., k] holds draws, which are added to the first
-k coordinates of a gradient (k is d or 1).
+Shapes: ``g`` [..., d] holds gradients, one norm distribution each; ``xi`` [..., k] holds draws, which are added to the
+first k coordinates of a gradient (k is d or 1).
 """
 
 import math
@@ -21,7 +21,7 @@ from scipy.optimize.elementwise import find_root
 from qclip import _validate as check
 from qclip._validate import Floats
 
-ROUNDING = 1e-15  # of probabilities such as 1 - 0.7, when they are compared with a level
+ROUNDING = 1e-15  # rounding margin of probabilities such as 1 - 0.7, when they are compared with a level
 
 
 @dataclass(frozen=True)
@@ -37,28 +37,28 @@ class ClipMoments:
 
 
 class Noise(Protocol):
-    """A zero-mean law of gradient noise."""
+    """A zero-mean distribution of gradient noise."""
 
     @abstractmethod
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...], dim: int) -> Floats:
-        """Independent draws, shaped [*shape, k]."""
+        """Return independent draws, [*shape, k]."""
 
     @abstractmethod
     def sigma(self, q: float, dim: int) -> float:
-        """``(E ||xi||^q)^(1/q)``; infinite where that moment does not exist."""
+        """Return ``(E ||xi||^q)^(1/q)``; infinite where that moment does not exist."""
 
     @abstractmethod
     def quantile(self, g: Floats, p: float | Floats) -> Floats:
-        """The lower p-quantile of ``||g + xi||``."""
+        """Return the lower p-quantile of ``||g + xi||``, [...]."""
 
     @abstractmethod
     def clip_moments(self, g: Floats, tau: float | Floats) -> ClipMoments:
-        """Moments of ``g + xi`` clipped at tau."""
+        """Return the moments of ``g + xi`` clipped at tau."""
 
 
 @dataclass(frozen=True)
 class Gaussian:
-    """``N(0, scale^2 I)``."""
+    """Gaussian noise, ``N(0, scale^2 I)``."""
 
     scale: float = 1.0
 
@@ -66,32 +66,32 @@ class Gaussian:
         check.nonnegative("scale", self.scale, "it is a standard deviation; 0 means no noise")
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...], dim: int) -> Floats:
-        """Draws [*shape, dim]."""
+        """Return draws, [*shape, dim]."""
         draws = rng.standard_normal((*shape, dim))
         draws *= self.scale
         return draws
 
     def sigma(self, q: float, dim: int) -> float:
-        """Moments of a chi law."""
+        """Return a moment of the chi distribution, in closed form."""
         log_moment = q / 2 * np.log(2) + special.gammaln((dim + q) / 2) - special.gammaln(dim / 2)
         return self.scale * float(np.exp(log_moment / q))
 
     def radius_sf(self, r: Floats, dim: int) -> Floats:
-        """``P(||xi|| > r)``."""
+        """Return ``P(||xi|| > r)``."""
         return special.gammaincc(dim / 2, (np.maximum(r, 0) / self.scale) ** 2 / 2)
 
     def radius_isf(self, level: Floats, dim: int) -> Floats:
-        """The radius that a fraction ``level`` exceeds."""
+        """Return the radius that ``||xi||`` exceeds with probability ``level``."""
         return self.scale * np.sqrt(2 * special.gammainccinv(dim / 2, level))
 
     def quantile(self, g: Floats, p: float | Floats) -> Floats:
-        """By quadrature over the direction."""
+        """Return the quantile, by quadrature over the direction."""
         if self.scale == 0:
             return np.linalg.norm(g, axis=-1)
         return isotropic_quantile(self, g, p)
 
     def clip_moments(self, g: Floats, tau: float | Floats) -> ClipMoments:
-        """By quadrature over direction and radius."""
+        """Return the moments, by quadrature over direction and radius."""
         if self.scale == 0:
             return _axis_clip_moments(g, tau, np.zeros(1), np.ones(1))
         return isotropic_clip_moments(self, g, tau)
@@ -99,7 +99,7 @@ class Gaussian:
 
 @dataclass(frozen=True)
 class StudentT:
-    """The multivariate Student t law: moments of order below ``df`` exist."""
+    """Multivariate Student t noise; moments of order below ``df`` exist."""
 
     df: float
     scale: float = 1.0
@@ -109,13 +109,13 @@ class StudentT:
         check.positive("scale", self.scale)
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...], dim: int) -> Floats:
-        """Draws [*shape, dim]."""
+        """Return draws, [*shape, dim]."""
         draws = rng.standard_normal((*shape, dim))
         draws *= self.scale / np.sqrt(rng.chisquare(self.df, shape) / self.df)[..., None]
         return draws
 
     def sigma(self, q: float, dim: int) -> float:
-        """Moments of the square root of an F law."""
+        """Return a moment of the square root of an F distribution, in closed form."""
         if q >= self.df:
             return np.inf
         log_moment = (
@@ -128,30 +128,30 @@ class StudentT:
         return self.scale * float(np.exp(log_moment / q))
 
     def radius_sf(self, r: Floats, dim: int) -> Floats:
-        """``P(||xi|| > r)``."""
+        """Return ``P(||xi|| > r)``."""
         square = (np.maximum(r, 0) / self.scale) ** 2
         return special.betainc(self.df / 2, dim / 2, self.df / (self.df + square))
 
     def radius_isf(self, level: Floats, dim: int) -> Floats:
-        """The radius that a fraction ``level`` exceeds."""
+        """Return the radius that ``||xi||`` exceeds with probability ``level``."""
         y = special.betaincinv(self.df / 2, dim / 2, level)
         return self.scale * np.sqrt(self.df * (1 - y) / np.maximum(y, 1e-300))
 
     def quantile(self, g: Floats, p: float | Floats) -> Floats:
-        """By quadrature over the direction."""
+        """Return the quantile, by quadrature over the direction."""
         return isotropic_quantile(self, g, p)
 
     def clip_moments(self, g: Floats, tau: float | Floats) -> ClipMoments:
-        """By quadrature over direction and radius."""
+        """Return the moments, by quadrature over direction and radius."""
         return isotropic_clip_moments(self, g, tau)
 
 
 @dataclass(frozen=True)
 class Pareto:
-    """A Pareto law along the first axis: a random sign (symmetric), or one-sided and centred (``one_sided``).
+    """Pareto noise along the first axis: with a random sign, or one-sided and centred.
 
-    The size X has ``P(X > x) = (scale/x)^tail`` for x >= scale; the one-sided noise is ``X - E X``, whose long tail on
-    one side biases the clipped mean. Moments of order below ``tail`` exist.
+    Its size X has ``P(X > x) = (scale/x)^tail`` for x >= scale. One-sided noise is ``X - E X``, whose long tail on one
+    side biases the clipped mean. Moments of order below ``tail`` exist.
     """
 
     tail: float
@@ -164,18 +164,18 @@ class Pareto:
 
     @property
     def shift(self) -> float:
-        """What is subtracted to centre the noise."""
+        """The mean of X for one-sided noise, which is subtracted; 0 for symmetric noise."""
         return self.scale * self.tail / (self.tail - 1) if self.one_sided else 0.0
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...], dim: int) -> Floats:
-        """Draws [*shape, 1]."""
+        """Return draws, [*shape, 1]."""
         size = self.scale * rng.random((*shape, 1)) ** (-1 / self.tail)
         if self.one_sided:
             return size - self.shift
         return size * np.where(rng.random((*shape, 1)) < 0.5, -1.0, 1.0)
 
     def sigma(self, q: float, dim: int) -> float:
-        """Closed form; for the one-sided law, a beta function and a quadrature."""
+        """Return the moment in closed form; for one-sided noise, by a beta function and a quadrature."""
         a, mean = self.tail, self.shift
         if q >= a:
             return np.inf
@@ -190,13 +190,13 @@ class Pareto:
         return mean * float((a * w**a * (above + below)) ** (1 / q))
 
     def cdf(self, x: Floats) -> Floats:
-        """``P(xi <= x)``."""
+        """Return ``P(xi <= x)``."""
         x = np.asarray(x, dtype=np.float64) + self.shift
         tail = 0.5 * (1 + self.one_sided) * (self.scale / np.maximum(np.abs(x), self.scale)) ** self.tail
         return np.where(x >= self.scale, 1 - tail, 0.0 if self.one_sided else np.where(x <= -self.scale, tail, 0.5))
 
     def quantile(self, g: Floats, p: float | Floats) -> Floats:
-        """By bisection of the closed-form law along the axis."""
+        """Return the quantile, by bisection of the closed-form distribution function along the axis."""
         axis = np.asarray(g[..., 0], dtype=np.float64)
 
         def enough(k: Floats) -> Floats:
@@ -207,7 +207,7 @@ class Pareto:
         return _with_rest(g, _bisect(enough, np.zeros_like(high), high))
 
     def clip_moments(self, g: Floats, tau: float | Floats) -> ClipMoments:
-        """By quadrature in the probability, cut where clipping begins."""
+        """Return the moments, by quadrature over the probability, split where clipping begins."""
         rest = np.sqrt((g[..., 1:] ** 2).sum(-1))
         tau = np.broadcast_to(np.asarray(tau, dtype=np.float64), rest.shape)
         reach = np.sqrt(np.maximum((tau - rest) * (tau + rest), 0))[..., None] * np.array([-1.0, 1.0])
@@ -223,7 +223,7 @@ class Pareto:
 
 @dataclass(frozen=True)
 class Bernoulli:
-    """A jump along the first axis with some probability, centred: two atoms."""
+    """A jump along the first axis with some probability, centred: a distribution of two atoms."""
 
     jump: float
     probability: float
@@ -238,17 +238,17 @@ class Bernoulli:
         return np.array([self.jump * (1 - self.probability), -self.jump * self.probability])
 
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...], dim: int) -> Floats:
-        """Draws [*shape, 1]."""
+        """Return draws, [*shape, 1]."""
         jumped, stayed = self.atoms
         return np.where(rng.random((*shape, 1)) < self.probability, jumped, stayed)
 
     def sigma(self, q: float, dim: int) -> float:
-        """Closed form."""
+        """Return the moment in closed form."""
         w = self.probability
         return self.jump * float((w * (1 - w) ** q + (1 - w) * w**q) ** (1 / q))
 
     def quantile(self, g: Floats, p: float | Floats) -> Floats:
-        """The smaller norm where its probability suffices, else the larger (to the last bit of the probabilities)."""
+        """Return the smaller norm if its probability reaches p, up to the rounding margin, else the larger."""
         jumped, stayed = (np.abs(g[..., 0] + atom) for atom in self.atoms)
         p = np.asarray(p) - ROUNDING
         mass_of_smaller = np.select(
@@ -258,17 +258,17 @@ class Bernoulli:
         return _with_rest(g, np.where(enough, np.minimum(jumped, stayed), np.maximum(jumped, stayed)))
 
     def clip_moments(self, g: Floats, tau: float | Floats) -> ClipMoments:
-        """The two atoms, summed."""
+        """Return the moments, summed over the two atoms."""
         return _axis_clip_moments(g, tau, self.atoms, np.array([self.probability, 1 - self.probability]))
 
 
 def _with_rest(g: Floats, axis_size: Floats) -> Floats:
-    """The norm whose first coordinate has this size and whose others are those of g."""
+    """Return the norm of a vector whose first coordinate has this size and whose others are those of g."""
     return np.sqrt(axis_size**2 + (g[..., 1:] ** 2).sum(-1))
 
 
 def _bisect(enough: Callable[[Floats], Floats], low: Floats, high: Floats) -> Floats:
-    """The smallest t in (low, high] with ``enough(t)``, which is monotone and true at ``high``."""
+    """Return the smallest t in (low, high] with ``enough(t)``, which is monotone and true at ``high``."""
     for _ in range(100):
         middle = (low + high) / 2
         done = enough(middle)
@@ -278,15 +278,15 @@ def _bisect(enough: Callable[[Floats], Floats], low: Floats, high: Floats) -> Fl
 
 @lru_cache
 def _unit_interval() -> tuple[Floats, Floats]:
-    """Nodes and weights on (0, 1)."""
+    """Return Gauss-Legendre nodes and weights on (0, 1)."""
     x, w = special.roots_legendre(48)
     return (x + 1) / 2, w / 2
 
 
 def _cut_levels(cuts: Floats) -> tuple[Floats, Floats]:
-    """Nodes and weights on (0, 1), [..., n], for functions that are smooth between the ``cuts`` [..., 2].
+    """Return nodes and weights on (0, 1), [..., n], for functions that are smooth between the ``cuts`` [..., 2].
 
-    The nodes crowd at both ends as ``y^4`` does, because radii as functions of their level are singular there.
+    The nodes cluster at both ends as ``y^4`` does, because radii as functions of their level are singular there.
     """
     x, w = _unit_interval()
     cuts = np.sort(np.clip(cuts, 0, 1), axis=-1)
@@ -300,7 +300,7 @@ def _cut_levels(cuts: Floats) -> tuple[Floats, Floats]:
 
 
 def _axis_clip_moments(g: Floats, tau: float | Floats, xi: Floats, weights: Floats) -> ClipMoments:
-    """Sums over draws xi [..., n] along the first axis, with weights [..., n]."""
+    """Return the moments as sums over draws xi [..., n] along the first axis, with weights [..., n]."""
     rest = (g[..., 1:] ** 2).sum(-1)
     axis = g[..., :1] + xi
     norm = np.sqrt(axis**2 + rest[..., None])
@@ -312,24 +312,24 @@ def _axis_clip_moments(g: Floats, tau: float | Floats, xi: Floats, weights: Floa
 
 
 def clip_factor(norm: Floats, tau: float | Floats) -> Floats:
-    """``min(1, tau/norm)``, 1 for a zero vector."""
+    """Return the clip factor ``min(1, tau/norm)``; 1 for a zero vector."""
     tau = np.broadcast_to(tau, norm.shape)
     return np.divide(tau, norm, out=np.ones(norm.shape), where=norm > tau)
 
 
 class Isotropic(Protocol):
-    """Noise of uniform direction, known by its radius."""
+    """Noise of uniform direction, given by the distribution of its radius."""
 
     def radius_sf(self, r: Floats, dim: int) -> Floats:
-        """``P(||xi|| > r)``."""
+        """Return ``P(||xi|| > r)``."""
 
     def radius_isf(self, level: Floats, dim: int) -> Floats:
-        """The radius that a fraction ``level`` exceeds."""
+        """Return the radius that ``||xi||`` exceeds with probability ``level``."""
 
 
 @lru_cache
 def _cosines(dim: int) -> tuple[Floats, Floats]:
-    """Nodes and weights for the cosine between a uniform direction and a fixed one."""
+    """Return nodes and weights for the cosine between a uniform direction and a fixed one."""
     if dim == 1:
         return np.array([1.0, -1.0]), np.array([0.5, 0.5])
     u, w = special.roots_jacobi(64, (dim - 3) / 2, (dim - 3) / 2)
@@ -338,18 +338,19 @@ def _cosines(dim: int) -> tuple[Floats, Floats]:
 
 @lru_cache
 def _half_turn(dim: int) -> tuple[Floats, Floats]:
-    """Nodes and weights on (-pi/2, pi/2), more of them where the law of the cosine is narrower."""
+    """Return nodes and weights on (-pi/2, pi/2), more of them in higher dimensions, where the cosine concentrates."""
     x, w = special.roots_legendre(128 * math.ceil(math.sqrt(dim) / 3))
     return x * np.pi / 2, w * np.pi / 2
 
 
 def isotropic_sf(noise: Isotropic, G: Floats, t: Floats, dim: int) -> Floats:
-    """``P(||g + xi|| > t)`` for ``||g|| = G``, by quadrature over the angle between g and xi.
+    """Return ``P(||g + xi|| > t)`` for ``||g|| = G``, by quadrature over the angle between g and xi.
 
     Along a direction with cosine u the ball of radius t is crossed at radii r with ``r^2 + 2 G u r = t^2 - G^2``. With
     ``D^2 = |t^2 - G^2|`` and ``r = D e^-w`` this is ``u = (D/G) sinh w`` when t >= G and ``u = -(D/G) cosh w`` when
     t < G, which resolves all scales of t - G; and ``1 - u^2 = (D/G)^2 sinh(W-w) sinh(W+w)`` with
-    ``sinh W = min(G, t)/D``. The last substitution, ``w = W sin theta``, removes the cosine law's endpoint powers.
+    ``sinh W = min(G, t)/D``. The last substitution, ``w = W sin theta``, removes the endpoint powers of the density of
+    the cosine.
     """
     G, t = np.broadcast_arrays(np.asarray(G, dtype=np.float64)[..., None], np.asarray(t, dtype=np.float64)[..., None])
     if dim == 1:
@@ -363,15 +364,15 @@ def isotropic_sf(noise: Isotropic, G: Floats, t: Floats, dim: int) -> Floats:
     w = W * np.sin(theta)
     below, above = 2 * W * np.sin((np.pi / 2 - theta) / 2) ** 2, 2 * W * np.sin((np.pi / 2 + theta) / 2) ** 2
     square = (D / G) ** 2 * np.sinh(below) * np.sinh(above)
-    law = square ** ((dim - 3) / 2) / special.beta((dim - 1) / 2, 0.5)
-    outside = noise.radius_sf(D * np.exp(-w), dim) * law * (D / G) * W * np.cos(theta)
+    density = square ** ((dim - 3) / 2) / special.beta((dim - 1) / 2, 0.5)
+    outside = noise.radius_sf(D * np.exp(-w), dim) * density * (D / G) * W * np.cos(theta)
     far = (outside * np.cosh(w)) @ weight
     near = 1 - (outside * np.sinh(w)) @ weight
     return np.clip(np.where((t >= G)[..., 0], far, near), 0, 1)
 
 
 def isotropic_quantile(noise: Isotropic, g: Floats, p: float | Floats) -> Floats:
-    """The p-quantile of ``||g + xi||``, as the root of `isotropic_sf` (the law is continuous)."""
+    """Return the p-quantile of ``||g + xi||``, as the root of `isotropic_sf` (the distribution is continuous)."""
     dim = g.shape[-1]
     G = np.linalg.norm(g, axis=-1)
     p = np.broadcast_to(np.asarray(p, dtype=np.float64), G.shape)
@@ -390,7 +391,7 @@ def isotropic_quantile(noise: Isotropic, g: Floats, p: float | Floats) -> Floats
 
 
 def isotropic_clip_moments(noise: Isotropic, g: Floats, tau: float | Floats) -> ClipMoments:
-    """Moments of the clipped gradient by quadrature over direction and radius, cut where the ray meets the ball.
+    """Return the moments of the clipped gradient, by quadrature over direction and radius, split at the ball.
 
     By symmetry the mean is along g.
     """

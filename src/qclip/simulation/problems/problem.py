@@ -1,4 +1,4 @@
-"""What a stochastic problem offers: a smooth objective, per-example gradients and the exact quantile of their norms."""
+"""The interface of stochastic problems: an objective, per-example gradients and the exact quantile of their norms."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -12,7 +12,7 @@ from qclip.theory import Assumptions
 
 
 def levels(p: float | Floats) -> float | Floats:
-    """p, checked to lie in (0, 1) everywhere."""
+    """Return p, or refuse it where it leaves (0, 1)."""
     check.sequence("p", np.ravel(p), low=0, high=1, remedy="it is the fraction of examples left unclipped")
     return p
 
@@ -38,39 +38,39 @@ class Problem(ABC):
 
     @abstractmethod
     def loss(self, x: Floats) -> Floats:
-        """f(x), [...]."""
+        """Return f(x), [...]."""
 
     @abstractmethod
     def grad(self, x: Floats) -> Floats:
-        """The full gradient, [..., d]."""
+        """Return the full gradient, [..., d]."""
 
     @abstractmethod
     def draw(self, rng: np.random.Generator, shape: tuple[int, ...]) -> Any:
-        """Independent examples xi, one for each entry of ``shape``."""
+        """Draw independent examples xi, one for each entry of ``shape``."""
 
     @abstractmethod
     def example_gradients(self, x: Floats, xi: Any) -> Floats:
-        """The gradients of the examples ``xi`` [..., n] at x, [..., n, d]."""
+        """Return the gradients of the examples ``xi`` [..., n] at x, [..., n, d]."""
 
     @abstractmethod
     def quantile(self, x: Floats, p: float | Floats) -> Floats:
-        """The lower p-quantile of the norm of a per-example gradient at x, exactly, [...]."""
+        """Return the exact lower p-quantile of the norm of a per-example gradient at x, [...]."""
 
     @abstractmethod
     def clip_moments(self, x: Floats, tau: float | Floats) -> ClipMoments:
-        """Moments of a per-example gradient at x clipped at tau (see `ClipMoments` for how exact)."""
+        """Return the moments of a per-example gradient at x clipped at tau (`ClipMoments` gives their accuracy)."""
 
     @abstractmethod
     def sigma(self, q: float = 2.0) -> float:
-        """``(E ||g - grad f||^q)^(1/q)``, or a tight bound on it, over all x."""
+        """Return ``(E ||g - grad f||^q)^(1/q)``, or a tight bound on it, over all x."""
 
     def sample_gradients(self, x: Floats, count: int, rng: np.random.Generator) -> Floats:
-        """``count`` independent per-example gradients at x, [..., count, d]."""
+        """Return ``count`` independent per-example gradients at x, [..., count, d]."""
         x = self.point(x)
         return self.example_gradients(x, self.draw(rng, (*x.shape[:-1], count)))
 
     def point(self, x: Any, name: str = "x") -> Floats:
-        """X as an array [..., d], checked; ``name`` is what an error calls it."""
+        """Return x as an array [..., d], or refuse it under this name."""
         x = np.asarray(x, dtype=np.float64)
         if x.ndim == 0 and self.dim == 1:
             x = x[None]
@@ -79,11 +79,15 @@ class Problem(ABC):
                 name, f"array of shape {x.shape}", f"[..., {self.dim}]", "the last axis is the parameter"
             )
         if not np.isfinite(x).all():
-            raise check.refuse(name, "an array with NaN or infinite entries", "finite", "check where it comes from")
+            raise check.refuse(name, "an array with NaN or infinite entries", "finite", "check its source")
         return x
 
     def assumptions(self, x0: Any, q: float = 2.0) -> Assumptions:
-        """The constants of the theorem for a run from x0."""
+        """Return the constants of the theorem for a run from x0.
+
+        Raises:
+            Refusal: The noise has no moment of order q.
+        """
         sigma = self.sigma(q)
         if not np.isfinite(sigma):
             raise check.refuse("q", q, "a moment that the noise has", "lower q below the tail index of the noise")

@@ -28,7 +28,7 @@ def convolution(
     spatial = weight.dim() - 2
     if grad.dim() != spatial + 3:
         return {}  # a single image without batch dimension
-    strides, dilations = _each(stride, spatial), _each(dilation, spatial)
+    strides, dilations = _per_dimension(stride, spatial), _per_dimension(dilation, spatial)
 
     def weight_gradient() -> Windows:
         images, pads = input.flatten(0, 1), _pads(padding, weight.shape[2:], dilations)
@@ -42,10 +42,10 @@ def convolution(
     return {"weight": weight_gradient, "bias": lambda: Dense(grad.sum((1, *range(3, grad.dim()))))}
 
 
-def _each(value: Sizes, count: int) -> tuple[int, ...]:
+def _per_dimension(value: Sizes, spatial: int) -> tuple[int, ...]:
     if isinstance(value, int):
-        return (value,) * count
-    return tuple(value) * count if len(value) == 1 else tuple(value)
+        return (value,) * spatial
+    return tuple(value) * spatial if len(value) == 1 else tuple(value)
 
 
 def _pads(padding: Sizes | str, kernel: Sequence[int], dilations: Sequence[int]) -> list[tuple[int, int]]:
@@ -54,4 +54,4 @@ def _pads(padding: Sizes | str, kernel: Sequence[int], dilations: Sequence[int])
     if isinstance(padding, str):  # "same"; torch puts the odd one at the end
         totals = [spread * (length - 1) for length, spread in zip(kernel, dilations, strict=True)]
         return [(total // 2, total - total // 2) for total in totals]
-    return [(pad, pad) for pad in _each(padding, len(kernel))]
+    return [(pad, pad) for pad in _per_dimension(padding, len(kernel))]

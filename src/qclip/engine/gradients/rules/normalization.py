@@ -21,7 +21,15 @@ def scale_and_shift(grad: Tensor, normalised: Tensor, over: tuple[int, ...]) -> 
 def last_dimensions(
     grad: Tensor, input: Tensor, shape: Sequence[int], eps: float, *, centred: bool
 ) -> Mapping[str, Gradient]:
-    """Return the gradients of weight and bias where the last dimensions, of this shape, are normalised together."""
+    """Return the gradients of weight and bias where the last dimensions are normalised together.
+
+    Args:
+        grad: the output gradient, [B, *, *shape].
+        input: the input, [B, *, *shape].
+        shape: the shape of the normalised dimensions.
+        eps: added to the variance.
+        centred: whether the mean is subtracted.
+    """
 
     @cache
     def sums() -> tuple[Tensor, Tensor]:

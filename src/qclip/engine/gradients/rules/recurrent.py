@@ -53,15 +53,8 @@ def _layers(cell: Cell, *args: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
         outputs = []
         for direction in range(directions):
             k = layer * directions + direction
-            first, own = tuple(s[k] for s in states), slice(k * per_direction, (k + 1) * per_direction)
-            out, last = _direction(
-                cell,
-                x,
-                first,
-                weights[own],
-                has_biases,
-                backward=direction == 1,
-            )
+            own = weights[k * per_direction : (k + 1) * per_direction]
+            out, last = _direction(cell, x, tuple(s[k] for s in states), own, has_biases, backward=direction == 1)
             outputs.append(out)
             final.append(last)
         x = torch.cat(outputs, -1) if directions == 2 else outputs[0]
