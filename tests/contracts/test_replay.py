@@ -66,7 +66,7 @@ def ordinary(training, model, optimizer):
 
 def compiled(training, model, optimizer):
     """By compiled steps, which are traced here and not made into machine code."""
-    with mock.patch("qclip.engine.compiled.driver.machine_code", as_traced):
+    with mock.patch("qclip.engine.compiled.driver.compile_graph", as_traced):
         fused(training, model, optimizer)
 
 

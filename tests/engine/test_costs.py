@@ -197,16 +197,13 @@ def test_each_stretch_has_the_memory_to_itself():
 
     assert kept() == [True, False, False, False]
     assert kept(memory_phases={"a": 0, "b": 1, "c": 1, "d": 2}) == [True, True, False, True]
-    assert kept(like=6) == [False] * 4
-    assert kept(like=1) == [True, True, True, False]
 
 
-def test_gradients_of_a_few_examples_like_others_are_formed_when_needed():
-    """In the way of those that are kept, so that both round alike; but none is kept."""
+def test_gradients_that_are_not_kept_can_be_formed_when_needed():
+    """With the method of those that are kept, so that both round alike."""
     form = outer(3, 40, 6, 5)
-    kept, formed = ({"w": [Part(form)]} for _ in range(2))
+    kept, formed = {"w": [Part(form)]}, {"w": [Part(form, method="kept")]}
     prepare(kept, CostModel(method="kept"))
-    prepare(formed, CostModel(method="kept"), like=100)
     assert isinstance(kept["w"][0].form, Dense)
     assert formed["w"][0].form is form
     factors, parameters = torch.tensor([0.5, 0.0, 2.0]), {"w": torch.zeros(6, 5)}

@@ -21,7 +21,7 @@ B, D, P = 7, 6, 5
 
 @pytest.fixture(autouse=True)
 def _as_traced(monkeypatch):
-    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
+    monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", as_traced)
 
 
 @pytest.fixture

@@ -305,7 +305,7 @@ BLOCK = cross_entropy.BLOCK
 
 
 def scores_and_targets(rows, classes, dtype, *, width=None, ignored=IGNORED):
-    """Scores as a view of wider ones, and targets of which the third is ignored; the last class is the first target."""
+    """Scores with NaN beyond the classes, and targets of which the third is ignored; the first is the last class."""
     scores = 3 * normal(rows, width or classes, dtype=torch.float32)
     scores[:, classes - 1] += 10  # the last class must count
     scores[:, classes:] = torch.nan  # nothing beyond the classes may count
@@ -314,12 +314,13 @@ def scores_and_targets(rows, classes, dtype, *, width=None, ignored=IGNORED):
     target[0] = classes - 1
     if rows > 2:
         target[2] = ignored
-    return scores.to(dtype)[:, :classes], target
+    return scores.to(dtype), target
 
 
-def check_cross_entropy(scores, target, width, ignored=IGNORED):
-    losses, sums = cross_entropy.launch(scores, target, ignored)
-    expected = cross_entropy.twin(scores, target, ignored)
+def check_cross_entropy(scores, target, classes=None, ignored=IGNORED, smoothing=0.0):
+    options = ignored, smoothing, classes
+    losses, sums = cross_entropy.launch(scores, target, *options)
+    expected = cross_entropy.twin(scores, target, *options)
     assert_close(losses, expected[0], 1e-6)
     highest, logarithms = expected[1]
     assert torch.equal(sums[0], highest)
@@ -327,18 +328,21 @@ def check_cross_entropy(scores, target, width, ignored=IGNORED):
     torch.testing.assert_close(sums[1], logarithms, rtol=room, atol=room)  # of sums from 1
     assert torch.equal(losses[target == ignored], torch.zeros(int((target == ignored).sum())))
     upstream = normal(len(scores), 2, dtype=torch.float32)[:, 1]  # with a stride
-    arguments = scores, target, upstream, sums, ignored, width
+    arguments = scores, target, upstream, sums, *options
     found, expected = cross_entropy.launch_gradients(*arguments), cross_entropy.twin_gradients(*arguments)
     # The interpreter rounds to 16 bits towards zero: one unit of the largest.
     assert_close(found, expected, 1e-6 if scores.dtype == torch.float32 else torch.finfo(scores.dtype).eps)
-    assert not found[:, scores.shape[1] :].any()
+    assert found.shape == scores.shape
+    assert not found[:, scores.shape[1] if classes is None else classes :].any()
     assert not found[target == ignored].any()
 
 
 def check_cross_entropy_of(rows, classes, dtype, width):
     scores, target = scores_and_targets(rows, classes, dtype, width=width)
-    check_cross_entropy(scores, target, width)
-    check_cross_entropy(scores.mT.contiguous().mT, target, classes)  # columns contiguous; no wider than the classes
+    columns = scores[:, :classes].mT.contiguous().mT  # contiguous columns; no wider than the classes
+    for smoothing in (0.0, 0.1):
+        check_cross_entropy(scores, target, classes, smoothing=smoothing)
+        check_cross_entropy(columns, target, smoothing=smoothing)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -360,9 +364,9 @@ def test_cross_entropy_kernels_are_their_twins(interpreter, rows, classes, width
 def check_other_targets():
     """Another class is ignored, one of those that there are; all are; targets have a stride; there are no rows."""
     scores, target = scores_and_targets(6, 11, torch.float32, ignored=4)
-    check_cross_entropy(scores, target, 16, ignored=4)
-    check_cross_entropy(scores, torch.full_like(target, IGNORED), 16)
-    check_cross_entropy(scores, target.repeat_interleave(2)[::2], 11)
+    check_cross_entropy(scores, target, ignored=4)
+    check_cross_entropy(scores, torch.full_like(target, IGNORED))
+    check_cross_entropy(scores, target.repeat_interleave(2)[::2])
     small = cross_entropy.launch(scores, target.to(torch.uint8), IGNORED)  # the other type that torch takes
     assert torch.equal(small[0], cross_entropy.launch(scores, target, IGNORED)[0])
     for of, gradients_of in [
@@ -371,7 +375,7 @@ def check_other_targets():
     ]:
         losses, sums = of(scores[:0], target[:0], IGNORED)
         assert (losses.shape, sums.shape) == ((0,), (2, 0))
-        assert gradients_of(scores[:0], target[:0], losses, sums, IGNORED, 16).shape == (0, 16)
+        assert gradients_of(scores[:0], target[:0], losses, sums, IGNORED).shape == (0, 11)
 
 
 def test_cross_entropy_kernels_take_any_targets(interpreter):
@@ -392,10 +396,10 @@ def extreme_scores(classes):
 
 def check_extreme_scores(classes):
     scores, target = extreme_scores(classes)
-    check_cross_entropy(scores, target, classes)
+    check_cross_entropy(scores, target)
     losses, sums = cross_entropy.launch(scores, target, IGNORED)
     assert losses.isfinite().all()
-    assert cross_entropy.launch_gradients(scores, target, losses, sums, IGNORED, classes).isfinite().all()
+    assert cross_entropy.launch_gradients(scores, target, losses, sums, IGNORED).isfinite().all()
     assert losses[2] == losses[4] == 0
     hopeless = cross_entropy.launch(scores, torch.zeros_like(target), IGNORED)[0]
     assert torch.equal(hopeless.isinf(), torch.tensor([True, False, False, False, True, False]))
@@ -413,7 +417,7 @@ def check_non_finite_scores():
     target[2] = 0
     scores[0, 1], scores[1, -1], scores[2] = torch.nan, torch.inf, -torch.inf
     losses, sums = cross_entropy.launch(scores, target, IGNORED)
-    grads = cross_entropy.launch_gradients(scores, target, torch.ones(4), sums, IGNORED, scores.shape[1])
+    grads = cross_entropy.launch_gradients(scores, target, torch.ones(4), sums, IGNORED)
     for found in (losses, grads.sum(1), *(x for x in cross_entropy.twin(scores, target, IGNORED)[:1])):
         assert found.isfinite().tolist() == [False, False, False, True]
 
@@ -422,20 +426,22 @@ def test_scores_that_are_not_finite_show(interpreter):
     interpreter(check_non_finite_scores)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_cross_entropy_is_that_of_torch(dtype):
-    """Losses, and gradients as autograd finds them."""
+def test_cross_entropy_is_that_of_torch(dtype, smoothing):
+    """Losses and gradients, by autograd through the operator, too."""
     scores, target = scores_and_targets(6, 13, dtype, width=16)
-    upstream = normal(6, dtype=dtype)
-    losses, sums = cross_entropy.cross_entropy(scores, target, IGNORED)
-    grads = cross_entropy.cross_entropy_gradients(scores, target, upstream, sums, IGNORED, 16)
-    leaf = scores.clone().requires_grad_()
-    expected = F.cross_entropy(leaf, target, reduction="none")
+    upstream, options = normal(6, dtype=dtype), (IGNORED, smoothing, 13)
+    wide, leaf = scores.clone().requires_grad_(), scores[:, :13].clone().requires_grad_()
+    losses, sums = cross_entropy.cross_entropy(wide, target, *options)
+    grads = cross_entropy.cross_entropy_gradients(scores, target, upstream, sums.detach(), *options)
+    expected = F.cross_entropy(leaf, target, reduction="none", label_smoothing=smoothing)
     (gradient,) = torch.autograd.grad(expected @ upstream, leaf)
-    torch.testing.assert_close(losses, expected.detach())
-    torch.testing.assert_close(sums.sum(0), scores.logsumexp(1))
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(sums.sum(0), leaf.logsumexp(1))
     torch.testing.assert_close(grads[:, :13], gradient)
     assert torch.equal(grads[:, 13:], torch.zeros(6, 3, dtype=dtype))
+    assert torch.equal(torch.autograd.grad(losses @ upstream, wide)[0], grads)
     assert losses[2] == 0
     assert not grads[2].any()
 
@@ -445,8 +451,8 @@ def test_cross_entropy_of_half_precision_is_that_of_its_numbers():
     losses, sums = cross_entropy.cross_entropy(scores, target, IGNORED)
     assert losses.dtype == sums.dtype == torch.float32
     torch.testing.assert_close(losses, F.cross_entropy(scores.float(), target, reduction="none"))
-    grads = cross_entropy.cross_entropy_gradients(scores, target, torch.ones(6), sums, IGNORED, 13)
-    full = cross_entropy.cross_entropy_gradients(scores.float(), target, torch.ones(6), sums, IGNORED, 13)
+    grads = cross_entropy.cross_entropy_gradients(scores, target, torch.ones(6), sums, IGNORED)
+    full = cross_entropy.cross_entropy_gradients(scores.float(), target, torch.ones(6), sums, IGNORED)
     assert torch.equal(grads, full.bfloat16())  # rounded once
 
 
@@ -583,6 +589,14 @@ def test_kernels_compile_for_any_number_of_examples(compiler, count, positions):
     compiler(gram._pairs, lefts="*fp32", rights="*fp32", sums="*fp32", batch_size=count, T=positions, ROWS=2, COLUMNS=8)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_kernels_compile_with_and_without_smoothing(compiler, smoothing):
+    pointers = {"scores": "*bf16", "target": "*i64", "sums": "*fp32"}
+    sizes = {"C": 50257, "ROW": 50264, "IGNORED": IGNORED, "SMOOTHING": smoothing, "BLOCK": BLOCK}
+    compiler(cross_entropy._losses, **pointers, losses="*fp32", **sizes)
+    compiler(cross_entropy._gradients, **pointers, upstream="*fp32", grads="*bf16", WIDTH=50264, **sizes)
+
+
 def test_a_class_that_there_is_not_stops_the_program(compiler, monkeypatch):
     """As launched, the kernel holds the check; the interpreter leaves it out."""
     launches = []
@@ -595,7 +609,7 @@ def test_a_class_that_there_is_not_stops_the_program(compiler, monkeypatch):
     monkeypatch.setattr(cross_entropy, "_losses", Launch())
     cross_entropy.launch(torch.ones(2, 5), torch.tensor([0, 5]), IGNORED)
     pointers = {"scores": "*bf16", "target": "*i64", "losses": "*fp32", "sums": "*fp32"}
-    found = compiler(kernel, **pointers, C=5, ROW=5, IGNORED=IGNORED, BLOCK=16, options=launches[0])
+    found = compiler(kernel, **pointers, C=5, ROW=5, IGNORED=IGNORED, SMOOTHING=0.0, BLOCK=16, options=launches[0])
     assert "a target is out of range" in found.asm["ttir"]
 
 
@@ -605,9 +619,11 @@ def test_operators_keep_the_rules_of_operators(dtype):
     torch.library.opcheck(gram.squares_and_sizes, sides)
     torch.library.opcheck(gram.pair_sums, (normal(3, 6, 6, dtype=dtype), normal(3, 6, 6, dtype=dtype)))
     scores, target = scores_and_targets(4, 13, dtype, width=16)
-    torch.library.opcheck(cross_entropy.cross_entropy, (scores, target, IGNORED))
-    upstream, sums = cross_entropy.cross_entropy(scores, target, IGNORED)
-    torch.library.opcheck(cross_entropy.cross_entropy_gradients, (scores, target, upstream, sums, IGNORED, 16))
+    options = IGNORED, 0.1, 13
+    upstream, sums = cross_entropy.cross_entropy(scores, target, *options)
+    torch.library.opcheck(cross_entropy.cross_entropy_gradients, (scores, target, upstream, sums, *options))
+    torch.library.opcheck(cross_entropy.cross_entropy, (scores, target, *options))
+    torch.library.opcheck(cross_entropy.cross_entropy, (scores.requires_grad_(), target, *options))
     for positions in (3, 300):
         grads, inputs = normal(2, positions, 4, dtype=dtype), normal(2, positions, 4, dtype=torch.float32)
         torch.library.opcheck(layer_norm.sums_by_block, (grads, inputs, inputs[..., 0], inputs[..., 1]))
@@ -621,7 +637,7 @@ def test_operators_keep_the_rules_of_operators(dtype):
 
 def test_gradients_of_transposed_scores_are_contiguous():
     scores, target = scores_and_targets(4, 13, torch.float64)
-    arguments = scores.mT.contiguous().mT, target, scores[:, 0], scores[:, :2].mT, IGNORED, 13
+    arguments = scores.mT.contiguous().mT, target, scores[:, 0], scores[:, :2].mT, IGNORED
     torch.library.opcheck(cross_entropy.cross_entropy_gradients, arguments)
 
 
@@ -659,7 +675,7 @@ def test_operators_behind_rewrites_and_rules_are_one_node():
 
     def entropy(scores, target):
         losses, sums = cross_entropy.cross_entropy(scores, target, IGNORED)
-        return losses, cross_entropy.cross_entropy_gradients(scores, target, losses, sums, IGNORED, 16)
+        return losses, cross_entropy.cross_entropy_gradients(scores, target, losses, sums, IGNORED)
 
     assert traced_names(entropy, scores, target) == ["qclip::cross_entropy", "qclip::cross_entropy_gradients"]
     grams = normal(3, 6, 6, dtype=torch.float32)
@@ -689,7 +705,7 @@ def test_the_twins_remain_without_triton():
         assert pair_sums(torch.ones(1, 3, 3), torch.ones(1, 3, 3)).sum(1).tolist() == [[9], [3]]
         losses, sums = cross_entropy(torch.zeros(1, 1), torch.tensor([0]), -100)
         assert losses.item() == sums.sum().item() == 0
-        grads = cross_entropy_gradients(torch.zeros(1, 1), torch.tensor([0]), torch.ones(1), sums, -100, 3)
+        grads = cross_entropy_gradients(torch.zeros(1, 3), torch.tensor([0]), torch.ones(1), sums, -100, 0.0, 1)
         assert grads.tolist() == [[0, 0, 0]]
         numbers = torch.tensor([[[1.0, 3.0]]])
         assert layer_norm_sums(numbers, numbers, 0.0)[0].tolist() == [[-1, 3]]

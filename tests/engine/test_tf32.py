@@ -95,7 +95,7 @@ def test_proofs_are_made_without_it():
 
 @pytest.mark.parametrize("choose", NEWER.values(), ids=NEWER)
 def test_a_compiled_step_is_compiled_for_it(choose, monkeypatch):
-    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
+    monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", as_traced)
     pair = Pair(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)))
     pair.compiled(*batch(7, 6))
     choose()

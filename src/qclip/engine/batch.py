@@ -60,6 +60,11 @@ def is_example_wise(leaf: Any, batch_size: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch_size
 
 
+def shared_tensors(batch: Any, batch_size: int) -> list[Tensor]:
+    """Return the tensors of the batch that do not have one row per example."""
+    return [x for x in tensor_leaves(batch) if not is_example_wise(x, batch_size)]
+
+
 def select(batch: Any, index: Tensor | slice, batch_size: int) -> Any:
     """Return the batch of the chosen examples; shared tensors stay as they are."""
     return map_examples(batch, lambda leaf: leaf[index], batch_size)

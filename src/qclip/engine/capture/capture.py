@@ -6,7 +6,6 @@ call that is wrongly recorded as a site fails the proof of ownership in `qclip.e
 
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from qclip._validate import Refusal
-from qclip.engine.capture import faults
-from qclip.engine.capture.invocation import Invocation
-from qclip.engine.capture.routing import moved_dimensions
+from qclip.engine.capture.faults import CORRECTED
+from qclip.engine.capture.invocation import Invocation, opened
+from qclip.engine.capture.routing import ROUTING, moved_dimensions
+from qclip.engine.capture.substitutes import Substitutes
 from qclip.engine.gradients import rules
 from qclip.engine.gradients.layouts import relative
-from qclip.engine.gradients.rules.linear import is_ragged, widened_linear
 from qclip.engine.gradients.sites import Call, Output, Site, Source, tensors, with_tensors
 from qclip.engine.randomness import RandomState
 
@@ -40,7 +39,7 @@ class Capture(TorchFunctionMode):
         not_broadcasts: Ordinals of calls that look like broadcasts over the batch and are none.
         keep_values: Whether sites keep a copy of their first output.
         observe: Called with the index and the first output of every site.
-        traced: Whether the forward pass is traced for a compiled step.
+        substitutes: Runs the functions of a forward pass that is traced for a compiled step; None for an eager one.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Capture(TorchFunctionMode):
         not_broadcasts: Collection[int] = (),
         keep_values: bool = False,
         observe: Callable[[int, Tensor], None] | None = None,
-        traced: bool = False,
+        substitutes: Substitutes | None = None,
     ) -> None:
         super().__init__()
         self.sites: list[Site] = []
@@ -65,7 +64,7 @@ class Capture(TorchFunctionMode):
         self._batch_size = batch_size
         self._keep_values = keep_values
         self._observe = observe
-        self._traced = traced
+        self._substitutes = substitutes
         self._num_broadcasts = 0
         self._sources = {
             id(p): Source(get_gradient_edge(p), p.shape, p.dtype, frozenset([name])) for name, p in parameters.items()
@@ -84,23 +83,22 @@ class Capture(TorchFunctionMode):
         if not torch.is_grad_enabled():
             return func(*call.args, **call.kwargs)
         entry = rules.find(func)
-        opened = rules.DECOMPOSITIONS.get(func) or (_opened(func) if entry is None else None)
-        return self._run_with_parameters(call, entry) if opened is None else self._run_opened(call, opened)
+        parts = rules.DECOMPOSITIONS.get(func) or (_opened(func) if entry is None else None)
+        return self._run_with_parameters(call, entry) if parts is None else self._run_parts(call, parts)
 
     # Run
 
     def _run_without_parameters(self, call: Invocation) -> Any:
-        result = call.function(*call.args, **call.kwargs)
-        results = tensors(result)
+        result, results = self._run(call)
         self._note_constants(call.tensors, results)
         self._note_call(call, results)
         return result
 
-    def _run_opened(self, call: Invocation, opened: Callable[..., Any]) -> Any:
+    def _run_parts(self, call: Invocation, parts: Callable[..., Any]) -> Any:
         """Run the calls that a function consists of, and capture these instead of the function."""
         try:
             with self:
-                return opened(*call.args, **call.kwargs)
+                return parts(*call.args, **call.kwargs)
         except NotImplementedError as error:
             raise Refusal(f"{self._detached(call)}: {error}") from error
 
@@ -108,7 +106,7 @@ class Capture(TorchFunctionMode):
         data = [x for x in call.tensors if self._is_data(x)]
         data_nodes = _nodes(data)
         # A call without a rule may have to run again, with the same random numbers. A traced call runs only once.
-        may_run_again = entry is None and bool(data) and not self._traced
+        may_run_again = entry is None and bool(data) and self._substitutes is None
         random_state = RandomState.now(data[0].device) if may_run_again else None
         detached = self._detached(call)  # before the function can overwrite an argument
         result, results = self._run(call)
@@ -127,11 +125,14 @@ class Capture(TorchFunctionMode):
 
     def _run(self, call: Invocation) -> tuple[Any, list[Tensor]]:
         """Run a call; return its result, and the tensors whose gradients a site needs."""
-        if self._traced and call.function is F.linear and is_ragged(*call.args, **call.kwargs):
-            result, whole = widened_linear(*call.args, **call.kwargs)
-            return result, [whole]
-        result = faults.right(call.function)(*call.args, **call.kwargs)
-        return result, tensors(result)
+        if self._substitutes is None:
+            result = CORRECTED.get(call.function, call.function)(*call.args, **call.kwargs)
+        else:
+            result = self._substitutes.run(call.function, call.args, call.kwargs)
+        results = [result] if isinstance(result, Tensor) else tensors(result)
+        if self._substitutes is not None and call.function is F.linear:
+            results = [self._substitutes.whole(x) for x in results]
+        return result, results
 
     # Classify
 
@@ -242,7 +243,7 @@ class Capture(TorchFunctionMode):
         # Of floats only whether they are zero: a term that is switched on makes another kind of pass.
         others = tuple(bool(x) if isinstance(x, float) else x for x in call.scalars if isinstance(x, (float, str)))
         self.fingerprint = hash((self.fingerprint, call.function, shapes, integers, others))
-        self.routes = self.routes or self._moves_examples(call)
+        self.routes = self.routes or (call.function in ROUTING and self._moves_examples(call))
 
 
 def _outputs(call: Invocation, results: Sequence[Tensor]) -> tuple[Output, ...]:
@@ -304,21 +305,7 @@ def _depends(outputs: Iterable[Output], sources: Iterable[Source], data_nodes: I
     return False
 
 
-@cache
 def _opened(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return a copy of a torch function written in Python whose inner calls are captured one by one.
-
-    Such a function first asks whether a mode or subclass handles it as a whole. For the copy the answer is no.
-    """
-    if not isinstance(function, types.FunctionType) or function.__module__ != F.__name__ or function.__closure__:
-        return None
-    no = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
-    copy = types.FunctionType(
-        function.__code__, {**function.__globals__, **no}, function.__name__, function.__defaults__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-def _no(*_: Any) -> bool:
-    return False
+    """Return a torch function written in Python such that its inner calls are captured one by one; else None."""
+    in_python = isinstance(function, types.FunctionType) and function.__module__ == F.__name__
+    return opened(function) if in_python and not function.__closure__ else None

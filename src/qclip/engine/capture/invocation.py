@@ -1,6 +1,8 @@
 """Invocations: a call of a torch function while it happens, its arguments flattened once."""
 
+import types
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -47,3 +49,21 @@ def is_in_place(function: Callable[..., Any]) -> bool:
     """Return whether the function overwrites its first argument, by torch's naming convention."""
     name = getattr(function, "__name__", "")
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+
+
+@cache
+def opened(function: types.FunctionType) -> Callable[..., Any]:
+    """Return a copy of a torch function written in Python that no mode or subclass handles as a whole.
+
+    Such a function first asks whether one does. For the copy the answer is no, so that modes see its inner calls.
+    """
+    no = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
+    copy = types.FunctionType(
+        function.__code__, {**function.__globals__, **no}, function.__name__, function.__defaults__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _no(*_: Any) -> bool:
+    return False

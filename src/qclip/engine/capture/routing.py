@@ -20,23 +20,25 @@ _INDEXING = {
     _T.masked_scatter_, torch.repeat_interleave, _T.repeat_interleave, torch.narrow, _T.narrow, torch.select, _T.select,
 }  # fmt: skip
 _LOOKUPS = {F.embedding, torch.embedding}
+ROUTING = _INDEXING | _LOOKUPS
+"""Functions that may move rows."""
 
 
 def moved_dimensions(call: Invocation) -> Iterator[tuple[Tensor, Tensor | None, range]]:
-    """Yield what a call moves: the tensor whose rows move, the index that says where, and the dimensions it covers.
+    """Yield each tensor of a call whose rows move, the index that says where, and the dimensions that it covers.
 
-    The index of an embedding lookup is None: which tensor of the call holds the ids depends on the function, and ids
-    are data nearly always.
+    The index of an embedding lookup is None: the function decides which argument holds the ids, and these are data
+    nearly always.
     """
     if call.function in _LOOKUPS:
         for table in call.tensors:
             if table.is_floating_point() and table.dim():
                 yield table, None, range(1)
-    elif call.function in _INDEXING:
-        rows, *rest = (*call.args, *call.kwargs.values())
-        if isinstance(rows, Tensor):
-            for index, dims in _indexed_dimensions(rows.dim(), rest):
-                yield rows, index, dims
+        return
+    rows, *rest = (*call.args, *call.kwargs.values())
+    if isinstance(rows, Tensor):
+        for index, dims in _indexed_dimensions(rows.dim(), rest):
+            yield rows, index, dims
 
 
 def _indexed_dimensions(dim: int, arguments: list[Any]) -> Iterator[tuple[Tensor, range]]:

@@ -47,17 +47,16 @@ class CostModel:
     overhead: float = 1.3
     method: Method | None = None
 
-    def choose(self, form: Products, available_bytes: float, examples: int | None = None) -> Method:
+    def choose(self, form: Products, available_bytes: float) -> Method:
         """Return the cheapest method that fits the memory.
 
         Args:
             form: the gradients.
             available_bytes: the memory left for kept gradients.
-            examples: the batch size to choose for, if not that of ``form``.
         """
         if self.method is not None:
             return self.method
-        fits = self.kept_bytes_of(form, examples) <= available_bytes
+        fits = self.kept_bytes_of(form) <= available_bytes
         t, (m, n) = form.dims.positions, form.dims.sides
         if form.in_kernels:
             return "kept" if fits and t > WORTH_KEEPING else "direct"
@@ -80,11 +79,11 @@ class CostModel:
         return torch.cuda.mem_get_info(device)[1] // 16 if device.type == "cuda" else 2**28
 
     @staticmethod
-    def kept_bytes_of(form: Products, examples: int | None = None) -> int:
-        """Return the memory of the gradients in bytes, for another batch size if given."""
+    def kept_bytes_of(form: Products) -> int:
+        """Return the memory of the gradients in bytes."""
         dtype = form.sample.dtype
         itemsize = dtype.itemsize if is_native(form.sample) else max(4, dtype.itemsize)
-        return itemsize * (form.dims.batch_size if examples is None else examples) * form.dims.elements
+        return itemsize * form.dims.batch_size * form.dims.elements
 
 
 def _traffic(x: Tensor) -> float:

@@ -112,9 +112,7 @@ def _joined(name: str, contributions: list[Part], parameters: Mapping[str, Tenso
     return [Part(form) for form in join([part.form for part in plain[name]])]
 
 
-def prepare(
-    parts: Parts, costs: CostModel, memory_phases: Mapping[str, int] | None = None, *, like: int | None = None
-) -> None:
+def prepare(parts: Parts, costs: CostModel, memory_phases: Mapping[str, int] | None = None) -> None:
     """Choose a method for each sum of outer products; gradients to be kept are formed here, once.
 
     Args:
@@ -122,7 +120,6 @@ def prepare(
         costs: the cost model.
         memory_phases: the phase of each parameter. Each phase gets the whole budget: its gradients are freed before
             the next phase starts.
-        like: choose as for this batch size. Nothing is kept then; gradients are formed whenever they are needed.
     """
     available: dict[int, int] = {}
     for name, contributions in parts.items():
@@ -132,7 +129,7 @@ def prepare(
         phase = 0 if memory_phases is None else memory_phases[name]
         if phase not in available:
             available[phase] = costs.budget(part.form.sample.device)
-        part.method = costs.choose(part.form, available[phase], like)
+        part.method = costs.choose(part.form, available[phase])
         if part.method == "kept":
-            available[phase] -= costs.kept_bytes_of(part.form, like)
-            part.form = part.form.kept() if like is None else part.form
+            available[phase] -= costs.kept_bytes_of(part.form)
+            part.form = part.form.kept()

@@ -114,7 +114,7 @@ class Prover:
         run, engine = self._run, self._engine
         subject = Subject(
             self._batch,
-            run.count,
+            run.batch_size,
             self._rerun,
             perturbed=lambda: perturbed(engine.parameters.values(), constants),
             evaluation=lambda: in_evaluation(engine.model),
@@ -125,7 +125,7 @@ class Prover:
         fingerprint = self._require_totals(plan, subject, in_float64=not unseen)
         if run.capture.routes or fingerprint != run.capture.fingerprint:
             require_owners(Repetition(run.capture, run.losses, random=False), plan)
-        if run.count > 1 and any(map(is_rough, run.capture.sites)):
+        if run.batch_size > 1 and any(map(is_rough, run.capture.sites)):
             self._require_separation_in_float32(plan, subject)
         return plan
 
@@ -151,11 +151,11 @@ class Prover:
         engine, run, batch = self._engine, self._run, subject.batch
         with subject.perturbed():
             with run.random_state.replayed():
-                again = engine.record(self._evaluate, batch, run.count)
+                again = engine.record(self._evaluate, batch, run.batch_size)
             if [site.parameters for site in again.capture.sites] != [site.parameters for site in run.capture.sites]:
                 raise Refusal("the model uses other parameters there")
             expected = plain_gradients(again.losses, engine.parameters)
-            is_counted = torch.ones(run.count, dtype=torch.bool, device=again.losses.device)
+            is_counted = torch.ones(run.batch_size, dtype=torch.bool, device=again.losses.device)
             parts = engine.collect(again, plan, is_counted, self._evaluate, batch)
             require_totals(parts, expected, again.capture.sites, engine.parameters)
         return again.capture.fingerprint
