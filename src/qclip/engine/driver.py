@@ -423,10 +423,10 @@ class Engine:
         bundles = clipping.bundled(parts, self.groups)
         norms = clipping.group_norms(parts, bundles, self.groups, self.parameters, keep)
         clip_norms = self._clip_norms(choice, norms.by_group[keep])
-        clip_norms_k = torch.tensor(clip_norms, dtype=norms.by_group.dtype, device=keep.device)
+        clip_norms_t = torch.tensor(clip_norms, dtype=norms.by_group.dtype, device=keep.device)
         # Where all is finite (one look at one flag), nothing has to be masked out.
         mask = None if bool(norms.is_usable.all()) else norms.is_usable
-        factors = clipping.clip_factors(norms, clip_norms_k)
+        factors = clipping.clip_factors(norms, clip_norms_t)
         sums = clipping.clipped_sums(parts, bundles, factors, self.groups, self.parameters, mask)
         return ClippedGradients.of(sums, norms.by_group, clip_norms, losses.detach(), keep)
 
