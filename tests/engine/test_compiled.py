@@ -380,15 +380,15 @@ def test_a_result_goes_when_nothing_uses_it(traced):
 def test_a_result_is_settled_when_it_is_asked_for(traced):
     pair, (x, y) = Pair(mlp(), slots=9), batch(B, D)
     clean = pair.compiled(x, y, wait=False)
-    assert clean.clean is not None
-    assert bool(clean.clean)
+    assert clean.all_finite is not None
+    assert bool(clean.all_finite)
     assert_same(clean.resolve(), pair.expected(x, y), 2e-5)
     x[[0, 3]] = torch.tensor([[torch.nan], [torch.inf]])  # the first one also fills up
     spoilt = pair.compiled(x, y, wait=False)
-    assert not bool(spoilt.clean)
+    assert not bool(spoilt.all_finite)
     assert not all(value.isfinite().all() for value in spoilt.sums.values())
     settled = spoilt.resolve()
-    assert (settled.clean, settled.recompute) == (None, None)
+    assert (settled.all_finite, settled.recompute) == (None, None)
     assert settled.resolve() is settled
     assert_same(settled, pair.expected(x, y), 2e-5)
     assert torch.equal(settled.norms, spoilt.norms)
@@ -409,7 +409,7 @@ def test_a_bad_first_batch_does_not_decide_for_all(traced):
     with pytest.warns(UserWarning, match=NOT_SHOWN):
         found = pair.compiled(torch.full_like(x, torch.nan), y)
     assert all(not value.any() for value in found.sums.values())
-    assert pair.compiled(x, y, wait=False).clean is not None
+    assert pair.compiled(x, y, wait=False).all_finite is not None
 
 
 def test_a_bad_batch_at_a_proof_keeps_the_step(traced):
@@ -417,8 +417,8 @@ def test_a_bad_batch_at_a_proof_keeps_the_step(traced):
     pair.compiled(x, y)
     bad = x.clone()
     bad[:PROVEN] = torch.nan
-    assert pair.compiled(bad, y, wait=False).clean is not None  # the second use is a proof
-    assert pair.compiled(x, y, wait=False).clean is not None
+    assert pair.compiled(bad, y, wait=False).all_finite is not None  # the second use is a proof
+    assert pair.compiled(x, y, wait=False).all_finite is not None
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])

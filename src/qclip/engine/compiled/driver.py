@@ -112,7 +112,7 @@ class Compiled:
         """As `Engine.clipped`, to rounding.
 
         Without ``wait`` nothing waits for the device: the sums may then be spoilt by an example that is not finite,
-        until the result is `ClippedGradients.settled`.
+        until the result is `ClippedGradients.resolve`d.
         """
         engine = self.engine
         if engine.data_independent:
