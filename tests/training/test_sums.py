@@ -30,11 +30,11 @@ def clipped(value, *, clean=None, recompute=None, is_view=False, memory=None):
 
 
 def added(batches, question=None, **changes):
-    """The sums of physical batches, the last of which is known to be the last."""
+    """The sums of physical batches, of which the first is kept, as others are added to it."""
     query = Query((1.0,), question or Question(), {W: 0}, (3,), **changes)
     total = None
     for k, batch in enumerate(batches):
-        raw = raw_sums(batch, 2, query, last=k == len(batches) - 1)
+        raw = raw_sums(batch, 2, query, keep=k == 0 and len(batches) > 1)
         if total is None:
             total = raw
         else:
@@ -74,12 +74,20 @@ def test_batches_that_are_known_follow_those_that_are_not():
     assert not unneeded
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_only_sums_that_others_are_added_to_are_copied(keep):
+    memory = torch.full((3,), 1.0)
+    query = Query((1.0,), Question(), {W: 0}, (3,))
+    raw = raw_sums(clipped(1, is_view=True, memory=memory)[0], 2, query, keep=keep)
+    assert (raw.gradient.tensors[W] is memory) == (not keep)
+
+
 def test_memory_that_the_next_step_overwrites_is_copied():
     memory = torch.full((3,), 1.0)
     query = Query((1.0,), Question(), {W: 0}, (3,))
     raw = raw_sums(clipped(1, clean=True, recompute=0, is_view=True, memory=memory)[0], 2, query)
     memory.fill_(2.0)
-    raw += raw_sums(clipped(2, clean=True, recompute=0, is_view=True, memory=memory)[0], 2, query, last=True)
+    raw += raw_sums(clipped(2, clean=True, recompute=0, is_view=True, memory=memory)[0], 2, query, keep=False)
     memory.fill_(torch.nan)
     assert torch.equal(raw.gradient.resolve().tensors[W], torch.full((3,), 3.0))
 
@@ -122,8 +130,8 @@ def test_sums_that_are_repaired_in_between_are_copied():
         return replace(found, all_finite=torch.tensor(clean), recompute=repair)
 
     raw = raw_sums(replayed(torch.nan, 1, clean=False), 2, query)
-    raw += raw_sums(clipped(10)[0], 2, query)
-    raw += raw_sums(replayed(100, 0, clean=True), 2, query, last=True)
+    raw += raw_sums(clipped(10)[0], 2, query, keep=False)
+    raw += raw_sums(replayed(100, 0, clean=True), 2, query, keep=False)
     assert torch.equal(raw.gradient.resolve().tensors[W], torch.full((3,), 111.0))
 
 

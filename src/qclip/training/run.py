@@ -37,7 +37,7 @@ from qclip.training.noise import NoiseSource, group_dims
 from qclip.training.plan import TrainingPlan
 from qclip.training.sampling import sampler
 from qclip.training.step import StepRelease, StepRule, StepState, ask, release
-from qclip.training.sums import Key, LogicalStep, raw_sums
+from qclip.training.sums import Key, LogicalStep
 
 
 class PrivateTraining:
@@ -403,7 +403,7 @@ class PrivateTraining:
         assert logical is not None
         self._departures.begin(self._departures.so_far(applied=self._guard.applied))  # before `clear` forgets it
         self._guard.clear()
-        raw = logical.add(raw_sums(gradients, ticket.num_examples, logical.query, last=ticket.last))
+        raw = logical.add(gradients, ticket.num_examples, last=ticket.last)
         if ticket.last:
             if raw.hopeless:
                 self._refuse_hopeless()

@@ -93,7 +93,7 @@ def private_step(
     first, *others = batch
     raw = raw_sums(*clip(first, query.clip_norms), query)
     for physical_batch in others:
-        raw += raw_sums(*clip(physical_batch, raw.clip_norms), query)
+        raw += raw_sums(*clip(physical_batch, raw.clip_norms), query, keep=False)
     return release(state, raw.reduced(reduce), query, rule, source)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -186,15 +187,15 @@ class RawSums:
         return replace(self, gradient=replace(gradient, tensors=tensors), counts=counts)
 
 
-def raw_sums(clipped: ClippedGradients, num_examples: int, query: Query, *, last: bool = False) -> RawSums:
+def raw_sums(clipped: ClippedGradients, num_examples: int, query: Query, *, keep: bool = True) -> RawSums:
     """Return the sums of one physical batch.
 
     Args:
         clipped: The clipped gradients of the physical batch.
         num_examples: The number of its examples, without padding.
         query: The counts and the slack to compute.
-        last: Whether this is the last physical batch of its step. The sum may then be a view of memory that the next
-            physical batch overwrites; otherwise it is copied.
+        keep: Whether the sums must outlive the next physical batch, because others are added to them. Then memory that
+            the next one overwrites is copied.
 
     Returns:
         The gradient sum, with its slack, and the counts.
@@ -206,7 +207,7 @@ def raw_sums(clipped: ClippedGradients, num_examples: int, query: Query, *, last
         dims = (sum(map(len, count.radii)),)
         counts = BoundedSum({Key("counts"): bins}, {Key("counts"): 0}, (count.l2_bound,), dims)
     return RawSums(
-        _gradient_sum(clipped, query, copied=clipped.is_view and not last),
+        _gradient_sum(clipped, query, copied=clipped.is_view and keep),
         counts,
         num_examples,
         (clipped.norms.isfinite() & clipped.mask).any(),
@@ -220,8 +221,7 @@ def _gradient_sum(clipped: ClippedGradients, query: Query, *, copied: bool) -> B
     if query.question.slack is not None:
         # Exact in float64: the sum does not depend on how the step is cut into physical batches.
         within = clipped.count_under(query.question.slack.radii).double()
-        coefficients = torch.tensor(query.coefficients, dtype=torch.float32).double()
-        rows = within * to_device_async(coefficients, within.device)
+        rows = within * _coefficients(query.coefficients, within.device)
         tensors |= {Key("slack", k): row for k, row in enumerate(rows)}
     reclip = clipped.recompute
 
@@ -232,6 +232,12 @@ def _gradient_sum(clipped: ClippedGradients, query: Query, *, copied: bool) -> B
 
     recompute_or_none = None if reclip is None else recompute
     return BoundedSum(tensors, query.members, clipped.clip_norms, query.dims, clipped.all_finite, recompute_or_none)
+
+
+@lru_cache(maxsize=4)
+def _coefficients(rows: Grid, device: torch.device) -> Tensor:
+    """Return the coefficients on the device, rounded to float32; the physical batches of a step share them."""
+    return to_device_async(torch.tensor(rows, dtype=torch.float32).double(), device)
 
 
 @dataclass(eq=False)
@@ -247,11 +253,11 @@ class LogicalStep:
         """The clip norms of the next physical batch: those of the first one."""
         return self.query.clip_norms if self.raw is None else self.raw.clip_norms
 
-    def add(self, raw: RawSums) -> RawSums:
-        """Add a physical batch; return the sums so far."""
+    def add(self, clipped: ClippedGradients, num_examples: int, *, last: bool) -> RawSums:
+        """Add a physical batch, the last one or not; return the sums so far."""
         if self.raw is None:
-            self.raw = raw
+            self.raw = raw_sums(clipped, num_examples, self.query, keep=not last)
         else:
-            self.raw += raw
+            self.raw += raw_sums(clipped, num_examples, self.query, keep=False)
         self.num_batches += 1
         return self.raw
