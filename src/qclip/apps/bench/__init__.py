@@ -1,4 +1,4 @@
-"""Benchmarks: one training step in every mode, its growth, whole loops, and the largest models that fit."""
+"""Benchmarks of one training step in every mode, its growth, whole loops, and the largest models that fit."""
 
 from qclip.apps.bench.cases import CASES, BenchCase
 from qclip.apps.bench.comparison import BenchResult, BenchRow, compare, describe
