@@ -1,4 +1,4 @@
-"""Example 1: where QC-SGD goes on the two-point problem."""
+"""Claims about Example 1: the fixed points of QC-SGD on the two-point problem."""
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -13,19 +13,19 @@ PROBLEM = TwoPoint(r=2, omega=0.7)
 
 
 def mean_step(x: float, p: float) -> float:
-    """The expected clipped gradient at x, exactly."""
+    """Return the exact expected clipped gradient at x."""
     point = np.array([x])
     return float(PROBLEM.clip_moments(point, PROBLEM.quantile(point, p)).mean[0])
 
 
 def stable_root(p: float) -> float:
-    """The root of the expected step, which is negative left of the two minima and positive right of them."""
+    """Return the root of the expected step, which is negative left of the two minima and positive right of them."""
     return root_scalar(lambda x: mean_step(x, p), bracket=(-1.5 * PROBLEM.r, -1e-6)).root
 
 
 @claim("two-point-printed", "QC-SGD at the median stands still at x = -omega/(1-omega)", "Example 1; erratum A")
 def two_point_printed(effort: Effort) -> Outcome:  # noqa: ARG001  (exact: the same at any effort)
-    """The root of the expected step, by bracketing, against the printed and the corrected one."""
+    """Compare the root of the expected step, by bracketing, with the printed and the corrected one."""
     found, printed, actual = stable_root(0.5), PROBLEM.printed_fixed_point(), PROBLEM.fixed_points(0.5)[0]
     return Outcome(
         expected=f"printed {printed:.4f}; corrected {actual:.4f}",
@@ -56,7 +56,7 @@ def _draw_steps() -> Figure:
     "erratum A, corrected",
 )
 def two_point_actual(effort: Effort) -> Outcome:
-    """Long runs with a small step from two starts, for quantiles on both sides of every switch."""
+    """Run long with a small step size from two starts, for quantiles on both sides of every switch."""
     levels = (0.3, 0.5, 0.7, 0.71, 0.9)
     rows = []
     for p in levels:
@@ -82,7 +82,7 @@ def two_point_actual(effort: Effort) -> Outcome:
         ax.plot(ps, [PROBLEM.fixed_points(p)[0] for p in ps], "k-", linewidth=0.8, label="fixed point from below")
         ax.plot(ps, [PROBLEM.fixed_points(p)[-1] for p in ps], "k:", linewidth=1, label="fixed point from x > 0")
         ax.axhline(PROBLEM.printed_fixed_point(), color="#c23b3b", linewidth=0.8, linestyle="--", label="printed")
-        label(ax, "quantile p", "where QC-SGD ends", "two points, r = 2, ω = 0.7: minimiser -1.4")
+        label(ax, "quantile p", "final x of QC-SGD", "two points, r = 2, ω = 0.7: minimiser -1.4")
         return figure
 
     return Outcome(
