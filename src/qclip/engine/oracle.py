@@ -1,5 +1,6 @@
 """The oracle: one example at a time, by nothing but autograd, less its faults. Slow, obvious, and what every fast path
-must equal."""
+must equal.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

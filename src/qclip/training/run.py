@@ -272,7 +272,7 @@ class PrivateTraining:
         return PrivateLoss(_mean_loss(gradients, ticket), hand_over)
 
     def state_dict(self) -> dict[str, Any]:
-        """qclip's own state, as of the last completed logical step: plain data.
+        """Qclip's own state, as of the last completed logical step: plain data.
 
         Keep it as secret as the data until the run is complete: it holds the seeds of sampling and noise, with which
         the noise could be subtracted, and a fingerprint of the data. That of a complete run holds neither.

@@ -54,6 +54,11 @@ class BenchRow:
     compile_seconds: float
     """Time of the first step: proofs, and compilation where there is one."""
 
+    @property
+    def memory_bytes(self) -> int:
+        """The memory to compare: reserved on a GPU, the peak on a CPU."""
+        return self.peak_bytes if self.reserved_bytes is None else self.reserved_bytes
+
 
 @dataclass(frozen=True)
 class BenchResult:
