@@ -39,16 +39,8 @@ def unclipped_fraction(record: Record) -> Figure:
     _lines(ax, record, means)
     if record.targets is not None:
         marker = "_" if len(record.steps) == 1 else ""
-        ax.plot(
-            record.steps,
-            record.targets,
-            "--",
-            marker=marker,
-            markersize=12,
-            color="black",
-            linewidth=1.1,
-            label="target p",
-        )
+        style = {"linestyle": "--", "color": "black", "linewidth": 1.1, "marker": marker, "markersize": 12}
+        ax.plot(record.steps, record.targets, label="target p", **style)
     ax.set_ylim(*_fraction_limits(means, record.targets))
     label(ax, "step", "fraction unclipped")
     _name_groups(figure, ax, record)
