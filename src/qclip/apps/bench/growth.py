@@ -171,18 +171,20 @@ def _times(
     return {name: median(each) for name, each in measure.take_turns(steps, device, rounds).items()}
 
 
-def figure(found: Growth) -> "Figure":
+def figure(growth: Growth) -> "Figure":
     """Draw the time against each factor, a logarithmic panel each; the legend gives the exponents."""
     from qclip.apps.report.style import label, new_figure
 
-    factors = list(dict.fromkeys(row.factor for row in found.rows))
-    times = [row.ms for row in found.rows]
+    factors = list(dict.fromkeys(row.factor for row in growth.rows))
+    times = [row.ms for row in growth.rows]
     drawn, axes = new_figure(len(factors), width=3.1 * len(factors), height=3.0)
     for ax, factor in zip(axes, factors, strict=True):
-        for (name, mode), exponent in found.exponents.items():
+        for (name, mode), exponent in growth.exponents.items():
             if name == factor:
-                ax.loglog(*found.line(factor, mode), "o-", markersize=3, linewidth=1.2, label=f"{mode}: {exponent:.2f}")
-        values = sorted({row.value for row in found.rows if row.factor == factor})
+                ax.loglog(
+                    *growth.line(factor, mode), "o-", markersize=3, linewidth=1.2, label=f"{mode}: {exponent:.2f}"
+                )
+        values = sorted({row.value for row in growth.rows if row.factor == factor})
         ax.set_xticks(values, [str(value) for value in values])
         ax.minorticks_off()
         ax.set_ylim(0.8 * min(times), 1.5 * max(times))  # one scale for all, with space for the legend

@@ -134,10 +134,10 @@ def group_noise_allocation(effort: Effort) -> Outcome:
             share = np.exp(logits - logits.max())  # tau_k^2 / sigma_k^2, as shares of 1/z^2
             return float(np.log(dim @ (z**2 * tau**2 / (share / share.sum()))))
 
-        found = float(np.exp(minimize(numeric, np.zeros(K), method="BFGS", options={"gtol": 1e-10}).fun))
-        rows.append((power["optimal"], found, power["equal"], power["proportional"]))
-    optimal, found, equal, proportional = np.array(rows).T
-    gap = float(np.abs(found / optimal - 1).max())
+        numerical = float(np.exp(minimize(numeric, np.zeros(K), method="BFGS", options={"gtol": 1e-10}).fun))
+        rows.append((power["optimal"], numerical, power["equal"], power["proportional"]))
+    optimal, numerical, equal, proportional = np.array(rows).T
+    gap = float(np.abs(numerical / optimal - 1).max())
     excess = [float(np.median(other / optimal)) for other in (equal, proportional)]
     never_less = all((other >= optimal * (1 - 1e-9)).all() for other in (equal, proportional))
 
@@ -146,7 +146,7 @@ def group_noise_allocation(effort: Effort) -> Outcome:
         order = np.argsort(equal / optimal)
         ax.plot((equal / optimal)[order], "o", markersize=3.5, label="equal noise in all groups")
         ax.plot((proportional / optimal)[order], "s", markersize=3.5, label="noise proportional to τ_k")
-        ax.plot((found / optimal)[order], "k-", linewidth=0.8, label="numerical minimiser")
+        ax.plot((numerical / optimal)[order], "k-", linewidth=0.8, label="numerical minimiser")
         ax.set_yscale("log")
         label(ax, "random groups, sorted", "noise power / optimal formula", "same privacy, different noise")
         return figure

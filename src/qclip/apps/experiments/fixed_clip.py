@@ -29,19 +29,19 @@ def fixed_clip_fixed_point(effort: Effort) -> Outcome:
         )  # fmt: skip
         error = run.final.std() / 8
         rows.append((problem.fixed_point(tau), float(run.final.mean()), float(error)))
-    deviations = [abs(found - exact) / error for exact, found, error in rows]
+    deviations = [abs(final - exact) / error for exact, final, error in rows]
 
     def draw() -> Figure:
         figure, (ax,) = new_figure()
-        exact, found, error = np.array(rows).T
-        ax.errorbar(exact, found - exact, 4.5 * error, fmt="o", markersize=4)
+        exact, final, error = np.array(rows).T
+        ax.errorbar(exact, final - exact, 4.5 * error, fmt="o", markersize=4)
         ax.axhline(0, color="k", linewidth=0.8)
         label(ax, "closed form", "final x less the closed form", "bars: 4.5 standard errors")
         return figure
 
     return Outcome(
         expected=", ".join(f"{exact:.4f}" for exact, _, _ in rows),
-        measured=", ".join(f"{found:.4f}" for _, found, _ in rows),
+        measured=", ".join(f"{final:.4f}" for _, final, _ in rows),
         printed=max(deviations) < 4.5,
         error="standard errors " + ", ".join(f"{e:.4f}" for *_, e in rows) + "; 4.5 allowed (1 in 10^5)",
         values={"largest_deviation_in_standard_errors": max(deviations)},

@@ -117,7 +117,7 @@ def sigma_dp_convention(effort: Effort) -> Outcome:
     )  # fmt: skip
     simulated = float(run.final.std())
     error = 4.5 * scale / np.sqrt(2 * repeats * dim)
-    close = [abs(found - scale) < error for found in (shared, simulated)]
+    close = [abs(std - scale) < error for std in (shared, simulated)]
     return Outcome(
         expected=f"standard deviation sigma_DP tau = {scale:g}, also from noise multiplier {B * sigma_dp:g}; not the "
         f"{scale / B**0.5:g} of separate noises",

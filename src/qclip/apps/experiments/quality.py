@@ -29,9 +29,9 @@ from qclip.training.make import make_private
 
 def thresholds(settings: QualitySettings) -> dict[str, Threshold[Any]]:
     """Return the thresholds to compare, by name."""
-    found: dict[str, Threshold[Any]] = {f"PrivateQuantile({p:g})": PrivateQuantile(p) for p in settings.quantiles}
-    found |= {f"SlackQuantile({p:g})": SlackQuantile(p) for p in settings.quantiles}
-    return found | {f"Constant({c:g})": Constant(c) for c in settings.constants}
+    compared: dict[str, Threshold[Any]] = {f"PrivateQuantile({p:g})": PrivateQuantile(p) for p in settings.quantiles}
+    compared |= {f"SlackQuantile({p:g})": SlackQuantile(p) for p in settings.quantiles}
+    return compared | {f"Constant({c:g})": Constant(c) for c in settings.constants}
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ def _results(settings: QualitySettings, jobs: list[tuple[str, int]], z: float) -
 def table(rows: list[QualityRow]) -> str:
     """Return the mean, lowest and highest accuracy of each threshold, as Markdown."""
     lines = ["| threshold | accuracy | lowest | highest | tau at the end |", "|---|---|---|---|---|"]
-    for name, found in _grouped(rows).items():
-        values = [100 * row.accuracy for row in found]
-        tau = statistics.mean(row.tau for row in found)
+    for name, runs in _grouped(rows).items():
+        values = [100 * row.accuracy for row in runs]
+        tau = statistics.mean(row.tau for row in runs)
         lines.append(f"| {name} | {statistics.mean(values):.2f} | {min(values):.2f} | {max(values):.2f} | {tau:.3g} |")
     return "\n".join(lines) + "\n"
 
@@ -117,9 +117,9 @@ def draw(rows: list[QualityRow]) -> Figure:
     """Draw the accuracy against the constant C, and against the quantile p, on one scale."""
     figure, axes = new_figure(2, width=8.0)
     families: dict[str, dict[float, list[float]]] = {}
-    for name, found in _grouped(rows).items():
+    for name, runs in _grouped(rows).items():
         family, _, value = name.removesuffix(")").partition("(")
-        families.setdefault(family, {})[float(value)] = [100 * row.accuracy for row in found]
+        families.setdefault(family, {})[float(value)] = [100 * row.accuracy for row in runs]
     for family, points in families.items():
         ax, color = axes[family != "Constant"], CYCLE[list(families).index(family)]
         ax.plot(list(points), [*map(statistics.mean, points.values())], color=color, marker="o", ms=4, label=family)

@@ -107,16 +107,16 @@ def table(rows: list[RareClassRow]) -> str:
     tables, methods = (
         list(dict.fromkeys(names)) for names in zip(*((row.table, row.method) for row in rows), strict=True)
     )
-    found = {(row.table, row.method): f"{row.loss:.4f} / {row.auc:.3f}" for row in rows}
+    cells = {(row.table, row.method): f"{row.loss:.4f} / {row.auc:.3f}" for row in rows}
     lines = [f"| loss / AUC | {' | '.join(tables)} |", "|---" * (len(tables) + 1) + "|"]
-    lines += [f"| {method} | {' | '.join(found[name, method] for name in tables)} |" for method in methods]
+    lines += [f"| {method} | {' | '.join(cells[name, method] for name in tables)} |" for method in methods]
     return "\n".join(lines) + "\n"
 
 
 def _privately(
     name: str, task: Task, method: str, threshold: Threshold[Any], *, epochs: int, seeds: int
 ) -> RareClassRow:
-    found, taus = [], []
+    scores, taus = [], []
     for seed in range(seeds):
         model = task.build_model()
         training = make_private(
@@ -135,9 +135,9 @@ def _privately(
         for _ in range(epochs):
             for x, y in training.loader:
                 training.step(x, y)
-        found.append(_measured(task, model))
+        scores.append(_measured(task, model))
         taus.append(training.history[-1].tau[0])
-    losses, aucs, accuracies = zip(*found, strict=True)
+    losses, aucs, accuracies = zip(*scores, strict=True)
     spread = statistics.stdev(losses) if seeds > 1 else 0.0
     mean = statistics.mean
     return RareClassRow(name, method, mean(losses), spread, mean(aucs), mean(accuracies), mean(taus))

@@ -87,10 +87,10 @@ class ClaimResult:
 
 def select(only: Sequence[str]) -> list[Claim]:
     """Return the claims with these ids, or all of them, in the order of the report."""
-    known = {claim.id: claim for claim in CLAIMS}
+    claims = {claim.id: claim for claim in CLAIMS}
     for name in only:
-        if name not in known:
-            near = get_close_matches(name, known, n=3) or list(known)
+        if name not in claims:
+            near = get_close_matches(name, claims, n=3) or list(claims)
             raise check.refuse("--only", name, "the id of a claim", f"did you mean {' or '.join(near)}?")
     return [claim for claim in CLAIMS if not only or claim.id in only]
 

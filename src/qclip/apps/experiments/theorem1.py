@@ -159,7 +159,7 @@ def term2_direction(effort: Effort) -> Outcome:
     rows = [theory.bound(a, gamma, float(v), beta, steps=1000, form="printed") for v in p]
     term2, term3 = (np.array([getattr(row, name) * row.c for row in rows]) for name in ("variance", "bias"))
     h_star = np.sqrt(2 * gamma * a.L * beta / (a.q - 1))
-    found = minimize_scalar(
+    h_least = minimize_scalar(
         lambda h: 2 * gamma * a.L * h ** (-2 / a.q) + h ** (2 - 2 / a.q) / beta, bounds=(1e-4, 0.9), method="bounded"
     ).x
 
@@ -175,10 +175,10 @@ def term2_direction(effort: Effort) -> Outcome:
     rising = bool((np.diff(term2) > 0).all())
     return Outcome(
         expected="term 2 falls as p rises",
-        measured=f"term 2 rises with p: {rising}; terms 2 + 3 least at h = {found:.4f}, formula {h_star:.4f}",
+        measured=f"term 2 rises with p: {rising}; terms 2 + 3 least at h = {h_least:.4f}, formula {h_star:.4f}",
         printed=bool((np.diff(term2) < 0).all()),
-        repaired=bool(rising and abs(found - h_star) < 1e-3),
+        repaired=bool(rising and abs(h_least - h_star) < 1e-3),
         error="scalar minimisation; 1e-3 allowed",
-        values={"h_star": float(h_star), "h_found": float(found)},
+        values={"h_star": float(h_star), "h_found": float(h_least)},
         draw=draw,
     )

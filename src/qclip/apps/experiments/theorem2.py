@@ -41,7 +41,7 @@ class Counterexample:
             "dim": self.dim,
             "sampling": "iid",
         }
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         forms: tuple[Form, ...] = ("printed", "corrected")
         for form in forms:
             gamma = theory.max_step_private(a, self.p, self.beta, self.c, form=form, **public)
@@ -51,9 +51,9 @@ class Counterexample:
                 problem, step_size=gamma, p=self.p, steps=steps, x0=x0, batch_size=self.batch_size, record=20,
                 noise_multiplier=public["noise_multiplier"], seeds=64, seed=effort.rng(),
             )  # fmt: skip
-            found |= {f"gamma, {form}": gamma, f"measured, {form}": run.mean(), f"bound, {form}": limit.total}
-            found[f"path, {form}"] = run
-        return found
+            result |= {f"gamma, {form}": gamma, f"measured, {form}": run.mean(), f"bound, {form}": limit.total}
+            result[f"path, {form}"] = run
+        return result
 
 
 COUNTEREXAMPLES = (
@@ -66,17 +66,17 @@ COUNTEREXAMPLES = (
 def theorem2_printed(effort: Effort) -> Outcome:
     """Run two counterexamples: the cross terms of a batch, and the dimension of the noise."""
     results = {example.name: example.run(effort) for example in COUNTEREXAMPLES}
-    paths = {name: (found.pop("path, printed"), found.pop("path, corrected")) for name, found in results.items()}
-    broken = [found["measured, printed"] > found["bound, printed"] for found in results.values()]
-    repaired = all(found["measured, corrected"] <= found["bound, corrected"] for found in results.values())
+    paths = {name: (result.pop("path, printed"), result.pop("path, corrected")) for name, result in results.items()}
+    broken = [result["measured, printed"] > result["bound, printed"] for result in results.values()]
+    repaired = all(result["measured, corrected"] <= result["bound, corrected"] for result in results.values())
 
     def draw() -> Figure:
         figure, axes = new_figure(2, width=9)
-        for ax, (name, found) in zip(axes, results.items(), strict=True):
+        for ax, (name, result) in zip(axes, results.items(), strict=True):
             for run, form in zip(paths[name], ("printed", "corrected"), strict=True):
                 means = run.mean_grad_norm2.mean(1)
                 (line,) = ax.semilogy(run.steps, means, label=f"measured, {form} step size")
-                ax.axhline(found[f"bound, {form}"], color=line.get_color(), linestyle="--", linewidth=0.9,
+                ax.axhline(result[f"bound, {form}"], color=line.get_color(), linestyle="--", linewidth=0.9,
                            label=f"{form} bound")  # fmt: skip
             label(ax, "steps", "mean of ||∇f||²", name)
         return figure
@@ -84,15 +84,15 @@ def theorem2_printed(effort: Effort) -> Outcome:
     return Outcome(
         expected="measured mean at most the printed bound",
         measured="; ".join(
-            f"{name}: measured {found['measured, printed']:.2g} against {found['bound, printed']:.3g}, corrected form "
-            f"{found['measured, corrected']:.2g} against {found['bound, corrected']:.3g}"
-            for name, found in results.items()
+            f"{name}: measured {result['measured, printed']:.2g} against {result['bound, printed']:.3g}, corrected "
+            f"form {result['measured, corrected']:.2g} against {result['bound, corrected']:.3g}"
+            for name, result in results.items()
         ),
         printed=not any(broken),
         repaired=all(broken) and repaired,  # each of the two errors must show by itself
         error="the first is deterministic; the second averages 64 seeds",
         values={
-            f"{key} ({index})": value for index, found in enumerate(results.values()) for key, value in found.items()
+            f"{key} ({index})": value for index, result in enumerate(results.values()) for key, value in result.items()
         },
         draw=draw,
     )

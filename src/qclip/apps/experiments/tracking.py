@@ -118,6 +118,14 @@ def follow(
 
     The runs are the groups of one state, since no estimator mixes its groups; each has the noise of a run with one
     group.
+
+    Args:
+        threshold: The estimator.
+        distribution: A frozen distribution of scipy.
+        path: Location of the log norms at each step.
+        setting: The public constants, and the target quantile.
+        runs: Number of runs.
+        rng: Generator of norms and noise.
     """
     B = setting.batch_size
     split = accounting.split(setting.noise_multiplier, threshold.noise_share)
@@ -306,10 +314,10 @@ def _draw_errors(ax: Any, rows: Sequence[TrackingRow]) -> None:
     settings = list(dict.fromkeys(row.setting for row in rows))
     names = list(dict.fromkeys(row.estimator for row in rows))
     colors = dict(zip(names, CYCLE, strict=False)) | {"ExactQuantile": "k", "RollingQuantile": GREY}
-    found = {(row.setting, row.estimator): row.error for row in rows}
+    errors = {(row.setting, row.estimator): row.error for row in rows}
     for name, marker in zip(names, "os^Dvx+", strict=False):
-        places = [place for place, setting in enumerate(settings) if (setting, name) in found]
-        values = [found[setting, name] for setting in settings if (setting, name) in found]
+        places = [place for place, setting in enumerate(settings) if (setting, name) in errors]
+        values = [errors[setting, name] for setting in settings if (setting, name) in errors]
         ax.semilogy(places, values, marker, markersize=5, color=colors[name], label=name)
     ax.set_xticks(range(len(settings)), [str(setting) for setting in settings])
     ax.set_yticks([0.01, 0.02, 0.05, 0.1], ["0.01", "0.02", "0.05", "0.1"])

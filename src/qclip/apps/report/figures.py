@@ -95,10 +95,10 @@ def running_mean(values: Floats, width: int) -> Floats:
     >>> running_mean(np.array([[1.0], [np.nan], [5.0]]), 3).tolist()
     [[1.0], [3.0], [5.0]]
     """
-    known = np.isfinite(values)
+    finite = np.isfinite(values)
     zero = np.zeros((1, values.shape[1]))
-    sums = np.concatenate([zero, np.cumsum(np.where(known, values, 0), axis=0)])
-    counts = np.concatenate([zero, np.cumsum(known, axis=0)])
+    sums = np.concatenate([zero, np.cumsum(np.where(finite, values, 0), axis=0)])
+    counts = np.concatenate([zero, np.cumsum(finite, axis=0)])
     centre, half = np.arange(len(values)), width // 2
     low, high = np.maximum(centre - half, 0), np.minimum(centre + half + 1, len(values))
     inside = counts[high] - counts[low]
