@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-smoke test-slow test-machines test-gpu lint format bench figures clean
+.PHONY: setup demo test test-smoke test-slow test-machines test-gpu lint format bench api figures clean
 
 setup: $(STAMP)
 
@@ -42,15 +42,21 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
+	$(BIN)/python docs/wrap.py --check
 
 format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python docs/wrap.py
 
 bench: setup
 	$(BIN)/pip install --quiet -c constraints.txt opacus
 	$(BIN)/qclip bench --device cpu
 	$(BIN)/python benchmarks/simulate.py
+
+# docs/api.md, from the public names and their docstrings.
+api: setup
+	$(BIN)/python docs/make_api.py
 
 figures: setup
 	$(BIN)/qclip reproduce --out out/full

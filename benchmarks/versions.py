@@ -16,6 +16,8 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +83,12 @@ def work(case: str, device: str, dtype: str, compiled: str, warm_up: str) -> Non
     from torch.utils.data import TensorDataset
 
     import qclip
-    from qclip.apps.bench.cases import chosen
-    from qclip.apps.bench.precision import precision_named
-    from qclip.apps.bench.workload import workload
 
+    bench = "qclip.apps.bench" if find_spec("qclip.apps") else "qclip.bench"  # its name in older versions
+    cases, precision, workload = (import_module(f"{bench}.{name}") for name in ("cases", "precision", "workload"))
     place = torch.device(device)
-    (row,) = chosen([case], place)
-    job = workload(row, precision_named(dtype), place)
+    (row,) = cases.chosen([case], place)
+    job = workload.workload(row, precision.precision_named(dtype), place)
     inputs, targets = job.place(row.examples(16 * row.batch))
     training = qclip.make_private(
         job.model,

@@ -54,7 +54,7 @@ def main(settings: Settings) -> tuple[float, float]:
         optimizer,
         train,
         loss=nn.CrossEntropyLoss(),
-        normalize=True,
+        rescale_to_unit_norm=True,
         batch_size=settings.batch_size,
         physical_batch_size=settings.physical_batch_size,
         epochs=settings.epochs,

@@ -59,7 +59,7 @@ class PrivateClassifier(pl.LightningModule):
             optimizer,
             self.train_data,
             loss=nn.CrossEntropyLoss(),
-            normalize=True,
+            rescale_to_unit_norm=True,
             batch_size=self.settings.batch_size,
             physical_batch_size=self.settings.physical_batch_size,
             epochs=self.settings.epochs,

@@ -46,13 +46,13 @@ class Recorder:
         self._release = noise.release
 
     def __call__(self, value, noise_multiplier, generator, **options):
-        raw = {name: tensor.clone() for name, tensor in value.tensors.items()}
+        raw = {key: tensor.clone() for key, tensor in value.tensors.items()}
         self.values.append(replace(value, tensors=raw))
         self.stds.append(noise.noise_stds(value, noise_multiplier))
         fresh = self._replay is None
         noisy = self._release(value, noise_multiplier, generator, **options) if fresh else next(self._replay)
-        self.released.append({name: tensor.clone() for name, tensor in noisy.items()})
-        return dict(noisy)
+        self.released.append(replace(noisy, tensors={key: tensor.clone() for key, tensor in noisy.tensors.items()}))
+        return noisy
 
 
 @pytest.fixture

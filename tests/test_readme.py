@@ -1,4 +1,4 @@
-"""The README's code runs, and its commands exist."""
+"""The code of README and of the pages runs, and their commands exist."""
 
 import re
 from pathlib import Path
@@ -20,10 +20,11 @@ def run(code, capsys):
 
 
 @pytest.mark.smoke
-def test_private_training_in_ten_lines_runs(capsys):
+def test_the_ten_lines_run(capsys):
     pytest.importorskip("sklearn")
     torch.manual_seed(0)
-    printed = run(python_blocks(README)[0], capsys)
+    (code,) = python_blocks(README)
+    printed = run(code, capsys)
     accuracy, epsilon = map(float, re.findall(r"accuracy ([\d.]+) at epsilon ([\d.]+)", printed)[0])
     assert accuracy > 0.8
     assert epsilon <= 3
@@ -35,8 +36,9 @@ def test_the_engine_page_runs(capsys):
 
 
 @pytest.mark.smoke
-def test_the_theory_in_ten_lines_runs(capsys):
-    printed = run(python_blocks(README)[1], capsys)
+def test_the_theory_page_runs(capsys):
+    (code,) = python_blocks((ROOT / "docs/theory.md").read_text())
+    printed = run(code, capsys)
     measured, guaranteed = map(float, re.findall(r"measured ([\d.]+), guaranteed ([\d.]+)", printed)[0])
     assert measured <= guaranteed
 
@@ -47,7 +49,18 @@ def test_make_targets_named_in_the_documents_exist():
     assert {"demo", "test"} <= named <= targets
 
 
-@pytest.mark.parametrize("page", sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]))
+def anchors(page):
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page", sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]), ids=lambda page: page.name
+)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-        assert "://" in target or (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        if "://" not in target:
+            aim = page.parent / target if target else page
+            assert aim.exists(), target
+            assert not anchor or anchor in anchors(aim), f"{target}#{anchor}"

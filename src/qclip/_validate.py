@@ -5,6 +5,7 @@ Where the template of `refuse` would bend the sentence, raise `Refusal` with a s
 
 import math
 import operator
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,6 +34,12 @@ def refuse(name: str, value: object, bound: str, remedy: str) -> Refusal:
         remedy: What to do instead.
     """
     return Refusal(f"{name} = {value!r} must be {bound}; {remedy}")
+
+
+def renamed(old: str, value: Any, new: str) -> Any:
+    """Return the value of an argument that was given by its old name, and warn that the name will go."""
+    warnings.warn(f"{old}= is now called {new}=; the old name goes with version 1.0", FutureWarning, stacklevel=3)
+    return value
 
 
 def real(name: str, value: object, remedy: str = "pass a finite number") -> float:

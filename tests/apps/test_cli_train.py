@@ -136,7 +136,7 @@ def test_the_certificate_is_shown_or_why_there_is_none(capsys, table, tmp_path, 
     assert "mean of E||grad f||^2 <=" in run(capsys, *asked, "--plain-steps")[1]
     assert "no certificate" in run(capsys, *asked, "--overwrite")[1]
     report = RunFolder(tmp_path).report_file.read_text(encoding="utf-8")
-    assert "There is no certificate: normalize = True must be False" in report
+    assert "There is no certificate: rescale_to_unit_norm = True must be False" in report
 
 
 def test_an_extra_that_is_missing_is_named(capsys, small, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ TERMS = Certificate(total=0.6, optimisation=0.3, variance=0.2, bias=0.1, confide
         {},
         {"epsilon": None, "accuracy": None, "private": False},
         {"certificate": TERMS},
-        {"certificate_refused": "normalize = True must be False"},
+        {"certificate_refused": "rescale_to_unit_norm = True must be False"},
         {"seconds": 2},  # JSON may drop what a whole number has after the point
     ],
 )

@@ -66,7 +66,7 @@ def ordinary(training, model, optimizer):
 
 def compiled(training, model, optimizer):
     """By compiled steps, which are traced here and not made into machine code."""
-    with mock.patch("qclip.engine.compiled.driver.machine_code", as_traced):
+    with mock.patch("qclip.engine.compiled.driver.compile_graph", as_traced):
         fused(training, model, optimizer)
 
 
@@ -149,7 +149,7 @@ def test_whatever_the_loss_is_made_of(monkeypatch, make_recorder, loss):
 @pytest.mark.parametrize("door", [fused, compiled])
 def test_the_comparison_can_fail(monkeypatch, make_recorder, door):
     """An engine that does not clip is caught: the shift of the large example is beyond its bound."""
-    unclipped = lambda norms, limits, **_: [norms.usable.to(limits.dtype)]  # noqa: E731
+    unclipped = lambda norms, clip_norms, **_: [norms.is_usable.to(clip_norms.dtype)]  # noqa: E731
     whole, draw = make_recorder(), PoissonSampler.draw
     monkeypatch.setattr(clipping, "clip_factors", unclipped)
     run(Constant(0.05), "flat", None, door)

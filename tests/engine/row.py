@@ -89,7 +89,7 @@ class Row:
     def poisoned(self, index: int, value: float) -> Problem | None:
         """The first problem with all floating inputs of one example replaced; None where all inputs are ids."""
         problem = self.problem(T)
-        if not any(leaf.is_floating_point() for leaf in batches.tensors(problem.inputs)):
+        if not any(leaf.is_floating_point() for leaf in batches.tensor_leaves(problem.inputs)):
             return None
 
         def poison(leaf: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def test_a_loss_over_the_tokens_of_the_batch():
     def loss(outputs, mask):
         return (outputs.square().mean(-1) * mask).sum(1) / mask.sum()
 
-    with pytest.raises(Refusal, match="how many others there are"):
+    with pytest.raises(Refusal, match="depends on the batch size"):
         clipped_gradients(nn.Linear(D, 2), loss, torch.randn(B, T, D), torch.ones(B, T), 1.0)
 
 
@@ -234,7 +234,7 @@ def test_a_term_that_is_switched_on():
     ids=["divided by the batch", "weighted by the batch", "weighted behind a detach"],
 )
 def test_losses_that_look_at_the_batch(loss):
-    with pytest.raises(Refusal, match=r"examples mix|how many others"):
+    with pytest.raises(Refusal, match=r"examples mix|depends on the batch size"):
         clipped_gradients(nn.Linear(D, P), loss, torch.randn(B, D), torch.randn(B), 1.0)
 
 
@@ -260,7 +260,7 @@ def test_a_loss_divided_by_the_batch_behind_random_numbers():
 
     model, x, targets = Net(forward, **layers()), torch.randn(8, D), torch.randn(8)
     clipped_gradients(model, squared, x, targets, 1.0)
-    with pytest.raises(Refusal, match="how many others"):
+    with pytest.raises(Refusal, match="depends on the batch size"):
         clipped_gradients(model, lambda o, t: squared(o, t) / len(t), x, targets, 1.0)
 
 
@@ -271,7 +271,7 @@ def test_mixing_in_the_backward_pass_alone():
             h.register_hook(lambda grad: grad / grad.norm())
         return n.two(h)
 
-    with pytest.raises(Refusal, match=r"examples mix|how many others"):
+    with pytest.raises(Refusal, match=r"examples mix|depends on the batch size"):
         clipped_gradients(Net(forward, **layers()), squared, torch.randn(B, D), torch.randn(B), 1.0)
 
 

@@ -39,7 +39,7 @@ def test_size_refuses_a_batch_without_examples(batch):
 
 
 def test_tensors_are_found_wherever_they_are():
-    found = batches.tensors({"a": (X, [IDS]), "b": None, "c": 3})
+    found = batches.tensor_leaves({"a": (X, [IDS]), "b": None, "c": 3})
     assert [id(leaf) for leaf in found] == [id(X), id(IDS)]
 
 

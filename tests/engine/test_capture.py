@@ -9,7 +9,8 @@ from engine.cases import Net
 from engine.cases.case import D, P, T, V, ids, param, squared
 from qclip.engine import Engine
 from qclip.engine.capture.capture import Capture
-from qclip.engine.gradients.sites import is_in_place, output_gradients, tensors
+from qclip.engine.capture.invocation import is_in_place
+from qclip.engine.gradients.sites import output_gradients, tensors
 
 B = 4
 

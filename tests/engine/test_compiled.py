@@ -26,7 +26,7 @@ from engine.row import SHIELDED
 from qclip._validate import Refusal
 from qclip.engine import Engine
 from qclip.engine import batch as batches
-from qclip.engine.capture import capture
+from qclip.engine.capture import substitutes
 from qclip.engine.compiled.driver import PROVEN, Compiled
 from qclip.engine.compiled.rewrites import clip_early
 from qclip.engine.driver import call
@@ -37,7 +37,7 @@ pytestmark = quiet
 B = 7
 """More than the kind of batch is proven on."""
 ROUTED = "data decide which rows"
-NOT_SHOWN = "do not prove which rows are whose"
+NOT_SHOWN = "could not attribute rows to examples"
 EAGER = {
     "embedding-indexed-columns": "gradients of the whole model",
     "embedding-bag-offsets": "looks at values",
@@ -55,7 +55,7 @@ EAGER = {
 @pytest.fixture
 def traced(monkeypatch):
     """The traced graph runs as it is."""
-    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
+    monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", as_traced)
 
 
 class Driven:
@@ -309,7 +309,7 @@ def test_a_wrong_step_is_not_used(monkeypatch):
         return compile
 
     for place in ("norms", "sums"):
-        monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", off(place))
+        monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", off(place))
         pair = Pair(mlp())
         with pytest.warns(UserWarning, match="does not give what the eager one gives"):
             found = pair.compiled(*data)
@@ -326,7 +326,7 @@ def test_a_step_that_draws_and_is_not_finite_is_not_used(monkeypatch):
 
         return run
 
-    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", compile)
+    monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", compile)
     pair, data = Pair(mlp(nn.Dropout(0.5))), batch(B, D)
     with pytest.warns(UserWarning, match="does not give what the eager one gives"):
         found = pair.compiled(*data)
@@ -380,15 +380,15 @@ def test_a_result_goes_when_nothing_uses_it(traced):
 def test_a_result_is_settled_when_it_is_asked_for(traced):
     pair, (x, y) = Pair(mlp(), slots=9), batch(B, D)
     clean = pair.compiled(x, y, wait=False)
-    assert clean.clean is not None
-    assert bool(clean.clean)
+    assert clean.all_finite is not None
+    assert bool(clean.all_finite)
     assert_same(clean.resolve(), pair.expected(x, y), 2e-5)
     x[[0, 3]] = torch.tensor([[torch.nan], [torch.inf]])  # the first one also fills up
     spoilt = pair.compiled(x, y, wait=False)
-    assert not bool(spoilt.clean)
+    assert not bool(spoilt.all_finite)
     assert not all(value.isfinite().all() for value in spoilt.sums.values())
     settled = spoilt.resolve()
-    assert (settled.clean, settled.recompute) == (None, None)
+    assert (settled.all_finite, settled.recompute) == (None, None)
     assert settled.resolve() is settled
     assert_same(settled, pair.expected(x, y), 2e-5)
     assert torch.equal(settled.norms, spoilt.norms)
@@ -409,7 +409,7 @@ def test_a_bad_first_batch_does_not_decide_for_all(traced):
     with pytest.warns(UserWarning, match=NOT_SHOWN):
         found = pair.compiled(torch.full_like(x, torch.nan), y)
     assert all(not value.any() for value in found.sums.values())
-    assert pair.compiled(x, y, wait=False).clean is not None
+    assert pair.compiled(x, y, wait=False).all_finite is not None
 
 
 def test_a_bad_batch_at_a_proof_keeps_the_step(traced):
@@ -417,8 +417,8 @@ def test_a_bad_batch_at_a_proof_keeps_the_step(traced):
     pair.compiled(x, y)
     bad = x.clone()
     bad[:PROVEN] = torch.nan
-    assert pair.compiled(bad, y, wait=False).clean is not None  # the second use is a proof
-    assert pair.compiled(x, y, wait=False).clean is not None
+    assert pair.compiled(bad, y, wait=False).all_finite is not None  # the second use is a proof
+    assert pair.compiled(x, y, wait=False).all_finite is not None
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
@@ -521,10 +521,10 @@ def test_widened_layers(bias, grouping, monkeypatch, traced):
     for shape in ((D,), (T, D)):
         data = batch(B, *shape)
         expected = pair.expected(*data, clip_norm=0.5)
-        monkeypatch.setattr(capture, "is_ragged", is_ragged)
+        monkeypatch.setattr(substitutes, "is_ragged", is_ragged)
         assert_same(pair.compiled(*data, clip_norm=0.5), expected, 2e-5)
         monkeypatch.undo()
-        monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
+        monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", as_traced)
     assert {5, 11} <= set(wide)
 
 
@@ -539,7 +539,7 @@ def test_a_widened_head_tied_to_an_embedding(grouping, monkeypatch, traced):
     pair = Pair(Net(tied, words=words, two=nn.Linear(D, D), head=head), groups=grouping)
     x, y = torch.randint(V, (B, T)), torch.randn(B)
     expected = pair.expected(x, y, clip_norm=0.5)
-    monkeypatch.setattr(capture, "is_ragged", lambda input, weight, bias=None: weight.shape[0] % 8 > 0)
+    monkeypatch.setattr(substitutes, "is_ragged", lambda input, weight, bias=None: weight.shape[0] % 8 > 0)
     assert_same(pair.compiled(x, y, clip_norm=0.5), expected, 2e-5)
 
 

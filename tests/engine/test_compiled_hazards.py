@@ -16,7 +16,7 @@ from qclip.engine.compiled.driver import MOST_KINDS, _modules
 @pytest.fixture(autouse=True)
 def traced(monkeypatch):
     """The traced graph runs as it is."""
-    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
+    monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", as_traced)
 
 
 class Penalty(torch.autograd.Function):

@@ -31,7 +31,7 @@ def model():
     [("contiguous", False), ("every other column", False), ("channels last", False), ("channels last", True)],
 )
 def test_one_graph_serves_every_layout(first, padded, monkeypatch):
-    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
+    monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", as_traced)
     pair = Pair(model(), slots=9 if padded else None)
     x, y = batch(B, 3, 4, 5)
     layouts = {"contiguous": lambda x: x, **LAYOUTS}

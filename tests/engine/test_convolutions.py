@@ -45,7 +45,7 @@ def windows(case, examples=4, each=1):
 def by_autograd(form):
     """Example by example."""
     g, found = form.geometry, []
-    pairs = zip(form.images.chunk(form.examples), form.grads.chunk(form.examples), strict=True)
+    pairs = zip(form.images.chunk(form.batch_size), form.grads.chunk(form.batch_size), strict=True)
     for images, grads in pairs:
         weight = torch.zeros(form.shape, dtype=images.dtype, requires_grad=True)
         outputs = F.conv2d(images, weight, None, g.strides, g.pads, g.dilations, g.groups)
@@ -67,7 +67,7 @@ def test_gradients_are_those_of_autograd(case, each):
 
 @cases
 def test_which_way(case):
-    assert windows(case)._cuts_out() == case[-1]
+    assert windows(case)._unfolding_is_faster() == case[-1]
 
 
 @cases
@@ -81,7 +81,7 @@ def test_windows_are_cut_out_a_few_examples_at_a_time(case, monkeypatch):
         return columns(images, kernel, geometry)
 
     monkeypatch.setattr(convolutions, "columns", counted)
-    monkeypatch.setattr(convolutions, "WINDOWS_BYTES", 4 * 2 * form.spelled_out)
+    monkeypatch.setattr(convolutions, "WINDOWS_BYTES", 4 * 2 * form.dims.unfolded)
     torch.testing.assert_close(form.dense(), expected)
     assert seen == ([2, 2, 2, 1] if case[-1] else [])
 
@@ -101,7 +101,7 @@ def in_bfloat16(form):
 
 @pytest.mark.parametrize("case", NATIVE.values(), ids=NATIVE)
 def test_kernels_give_norms_and_sums_of_the_very_gradients_that_would_be_kept(case, native, monkeypatch):
-    """Also where they are not kept: nothing is split, and no norm needs room for a doubt."""
+    """Also where they are not kept: nothing is split, and no norm needs a rounding margin."""
     form, factors = in_bfloat16(windows(case)), torch.tensor([0.5, 0.0, 2.0, 0.125])
     assert form.in_kernels
     monkeypatch.setattr(Windows, "_split", None)

@@ -15,8 +15,9 @@ from engine.cases.case import squared
 from engine.compare import assert_same
 from qclip.engine import CostModel, Dense, Engine, Outer, clipped_gradients, explain, oracle
 from qclip.engine.gradients import convolutions
+from qclip.engine.gradients.clipping import squared_norms, weighted_sum
 from qclip.engine.gradients.convolutions import Geometry, Windows
-from qclip.engine.gradients.parts import Part, prepare, squared_norms, weighted_sum
+from qclip.engine.gradients.parts import Part, prepare
 
 METHODS = ("gram", "direct", "kept")
 
@@ -60,9 +61,9 @@ def test_cutting_out_windows_counts():
     geometry = Geometry((1, 1), (0, 0), (1, 1), 1)
     images, grads = torch.zeros(1).expand(4, 64, 6, 10), torch.zeros(1).expand(4, 32, 4, 8)
     conv = Windows(images, grads, 4, torch.Size((32, 64, 3, 3)), geometry)
-    linear = outer(4, conv.positions, *conv.sides)
+    linear = outer(4, conv.dims.positions, *conv.dims.sides)
     model = CostModel(traffic=40, overhead=1.3)
-    assert conv.spelled_out > linear.spelled_out == 0
+    assert conv.dims.unfolded > linear.dims.unfolded == 0
     assert model.choose(linear, 0) == "gram"
     assert model.choose(conv, 0) == "direct"
 
@@ -80,7 +81,7 @@ def test_kernels_keep_gradients_or_form_them_twice(monkeypatch):
     assert model.choose(form_of(16), 0) == "direct"
     form = form_of(2)
     assert model.choose(form, float("inf")) == "direct"  # quicker to form than to write
-    grouped = replace(form, geometry=replace(geometry, groups=2), shape=torch.Size((64, 32, 3, 3)))
+    grouped = replace(form, geometry=geometry._replace(groups=2), shape=torch.Size((64, 32, 3, 3)))
     assert not grouped.in_kernels
     assert model.choose(grouped, 0) == "gram"  # few positions
 
@@ -195,17 +196,14 @@ def test_each_stretch_has_the_memory_to_itself():
         return [part.method == "kept" for (part,) in found.values()]
 
     assert kept() == [True, False, False, False]
-    assert kept(stretches={"a": 0, "b": 1, "c": 1, "d": 2}) == [True, True, False, True]
-    assert kept(like=6) == [False] * 4
-    assert kept(like=1) == [True, True, True, False]
+    assert kept(memory_phases={"a": 0, "b": 1, "c": 1, "d": 2}) == [True, True, False, True]
 
 
-def test_gradients_of_a_few_examples_like_others_are_formed_when_needed():
-    """In the way of those that are kept, so that both round alike; but none is kept."""
+def test_gradients_that_are_not_kept_can_be_formed_when_needed():
+    """With the method of those that are kept, so that both round alike."""
     form = outer(3, 40, 6, 5)
-    kept, formed = ({"w": [Part(form)]} for _ in range(2))
+    kept, formed = {"w": [Part(form)]}, {"w": [Part(form, method="kept")]}
     prepare(kept, CostModel(method="kept"))
-    prepare(formed, CostModel(method="kept"), like=100)
     assert isinstance(kept["w"][0].form, Dense)
     assert formed["w"][0].form is form
     factors, parameters = torch.tensor([0.5, 0.0, 2.0]), {"w": torch.zeros(6, 5)}

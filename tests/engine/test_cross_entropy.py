@@ -1,21 +1,22 @@
-"""Cross entropy in a step's graph: where it is found, two operators take its place and nothing else changes.
+"""Cross entropy in a compiled step: however it is written, two operators compute it, and nothing else changes.
 
-The rewrite is for GPUs; here it runs on graphs that the driver traces on a CPU, where the operators run their twins.
+The substitution is for GPUs and many classes. Here it is made on a CPU and for few, by the twins of the kernels.
 """
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
+from engine.cases import Net
 from engine.compare import assert_same
 from engine.driven import Pair
-from qclip.engine.capture import capture
-from qclip.engine.compiled import rewrites
-from qclip.engine.compiled.cross_entropy import one_pass_cross_entropy
+from qclip.engine import oracle
+from qclip.engine.capture import substitutes
 from shards import every
 
 B, T, D, V = 7, 5, 6, 11
@@ -37,285 +38,386 @@ def names(graph, words=("cross_entropy", "log_softmax", "nll_loss")):
 
 
 @pytest.fixture
-def rewritten(monkeypatch):
-    """Every traced step is rewritten, and runs as it is; gives the graphs."""
-    return rewriting(monkeypatch, 4)
-
-
-def rewriting(monkeypatch, most_classes):
-    """A list to which every traced step adds its operations before and after."""
-    graphs = []
-
-    def compile(graph, inputs, options):
-        before = names(graph.graph)
-        one_pass_cross_entropy(graph.graph, most_classes)
-        graph.graph.lint()
-        graph.recompile()
-        graphs.append((before, names(graph.graph)))
-        return graph
-
-    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", compile)
-    return graphs
+def graphs(monkeypatch):
+    """Every traced step is run as it is; gives the graphs. Five classes are many."""
+    found = []
+    monkeypatch.setattr(
+        "qclip.engine.compiled.driver.compile_graph", lambda graph, *_: found.append(graph.graph) or graph
+    )
+    monkeypatch.setattr(substitutes, "has_many_classes", lambda scores: scores.shape[1] > 4)
+    return found
 
 
 def widen(monkeypatch):
-    monkeypatch.setattr(capture, "is_ragged", lambda input, weight, bias=None: weight.shape[0] % 8 > 0)
+    monkeypatch.setattr(substitutes, "is_ragged", lambda input, weight, bias=None: weight.shape[0] % 8 > 0)
 
 
-def cross_entropy(scores, targets, **options):
-    """One loss per example, however many positions it has."""
-    classes = scores.shape[-1]
-    losses = F.cross_entropy(scores.reshape(-1, classes), targets.reshape(-1), reduction="none", **options)
-    return losses.view(targets.shape).flatten(1).mean(1) if targets.dim() > 1 else losses
-
-
-def converted(scores, targets, **options):
-    return cross_entropy(scores.float(), targets, **options)
-
-
-def model(dtype=torch.float32, classes=V):
+def model(dtype=torch.float32):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, classes)).to(dtype)
+    return nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, V)).to(dtype)
 
 
-def data(*positions, dtype=torch.float32, classes=V):
+def data(*positions, dtype=torch.float32):
     """Inputs, and targets of which some are ignored, among them all of the second example's."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(B, *positions, D, generator=generator).to(dtype)
-    y = torch.randint(classes, (B, *positions), generator=generator)
+    y = torch.randint(V, (B, *positions), generator=generator)
     y[1] = IGNORED
     if positions:
         y[3, :2] = IGNORED
     return x, y
 
 
-def check(pair, graphs, x, y, rtol=2e-5, **options):
-    """Equal to the eager engine, by a graph that has the two operators and none of those they stand for."""
-    found, expected = pair.compiled(x, y, **options), pair.expected(x, y, **options)
-    assert graphs == [(PLAIN, BOTH)]
-    assert_same(found, expected, rtol)
-    return found
+def entropy(scores, targets, **options):
+    return F.cross_entropy(scores, targets, reduction=options.pop("reduction", "none"), **options)
 
 
-SETTINGS = itertools.product(
-    [False, True], [(), (T,), (2, 3)], [torch.float32, torch.bfloat16], [cross_entropy, converted]
-)
+def flattened(scores, targets, **options):
+    """One loss per example, however many positions it has."""
+    losses = entropy(scores.reshape(-1, V), targets.reshape(-1), **options)
+    return losses.view(targets.shape).flatten(1).mean(1) if targets.dim() > 1 else losses
 
 
-@pytest.mark.parametrize(("wide", "positions", "dtype", "loss"), every(5, SETTINGS))
-def test_the_two_operators_take_the_place_of_cross_entropy(wide, positions, dtype, loss, rewritten, monkeypatch):
+def by_example(loss):
+    """A loss with a reduction of its own, called for every example."""
+    return lambda scores, targets: torch.stack([loss(s, y) for s, y in zip(scores, targets, strict=True)])
+
+
+def hugging_face(scores, targets):
+    """The steps of `transformers`, with a loss per example: converted, labels shifted, flattened."""
+    scores = scores.float()
+    targets = F.pad(targets, (0, 1), value=IGNORED)[..., 1:].contiguous()
+    losses = entropy(scores.view(-1, V), targets.view(-1).to(scores.device), ignore_index=IGNORED)
+    return losses.view(len(targets), -1).sum(1)
+
+
+def hugging_face_of_each(scores, targets):
+    loss_utils = pytest.importorskip("transformers.loss.loss_utils")
+    return by_example(lambda s, y: loss_utils.ForCausalLMLoss(s[None], y[None], V, num_items_in_batch=5))(
+        scores, targets.clamp_min(0)
+    )
+
+
+def shifted_scores(scores, targets):
+    """The older steps of `transformers`."""
+    scores, targets = scores.float()[..., :-1, :].contiguous(), targets[..., 1:].contiguous()
+    losses = nn.CrossEntropyLoss(reduction="none")(scores.view(-1, V), targets.view(-1))
+    return losses.view(len(targets), -1).mean(1)
+
+
+SPELLINGS = {
+    "flattened": flattened,
+    "float": lambda s, y: flattened(s.float(), y),
+    "to": lambda s, y: flattened(s.to(torch.float32), y),
+    "to-keyword": lambda s, y: flattened(s.to(dtype=torch.float32), y),
+    "type": lambda s, y: flattened(s.type(torch.float32), y),
+    "flattened-first": lambda s, y: entropy(s.flatten(0, -2).float(), y.flatten()).view(len(y), -1).mean(1),
+    "hugging-face": hugging_face,
+    "hugging-face-of-each": hugging_face_of_each,
+    "shifted-scores": shifted_scores,
+    "transposed": lambda s, y: entropy(s.float().transpose(1, 2), y).mean(1),
+    "transposed-first": lambda s, y: entropy(s.mT.float(), y).mean(1),
+    "moved": lambda s, y: entropy(s.movedim(-1, 1), y).mean(1),
+    "permuted": lambda s, y: entropy(s.float().permute(0, 2, 1).contiguous(), y).mean(1),
+    "two-dimensions-of-positions": lambda s, y: (
+        entropy(s.float().unsqueeze(1).permute(0, 3, 1, 2), y.unsqueeze(1)).flatten(1).mean(1)
+    ),
+    "last-position": lambda s, y: entropy(s[:, -1].float(), y[:, -1]),
+    "module": lambda s, y: nn.CrossEntropyLoss(reduction="none")(s.float().mT, y).sum(1),
+    "smoothed": lambda s, y: flattened(s.float(), y, label_smoothing=0.2),
+    "smoothed-and-transposed": lambda s, y: entropy(s.float().mT, y, label_smoothing=0.2).mean(1),
+    "ignored-class": lambda s, y: flattened(s.float(), y.clamp_min(3), ignore_index=3),
+    "sum": by_example(lambda s, y: F.cross_entropy(s.float(), y, reduction="sum")),
+    "mean": by_example(lambda s, y: F.cross_entropy(s.float(), y.clamp_min(0))),
+    "mean-of-the-counted": by_example(lambda s, y: F.cross_entropy(s.float(), y.clamp(0, 9), ignore_index=9)),
+    "mean-and-smoothed": by_example(lambda s, y: F.cross_entropy(s.float(), y.clamp_min(0), label_smoothing=0.1)),
+    "positional": lambda s, y: (
+        F.cross_entropy(s.float().mT, y.clamp_min(3), None, None, 3, None, "none", 0.1).mean(1)
+    ),
+    "in-two-steps": lambda s, y: F.nll_loss(
+        s.float().log_softmax(-1).view(-1, V), y.flatten(), reduction="none"
+    ).view(y.shape).mean(1),
+    "no-gradient-of-the-target": lambda s, y: entropy(s.float().mT, y.float().long()).mean(1),
+}  # fmt: skip
+
+
+def converts_scores(graph):
+    """Whether the scores of all positions are there in float32 before their loss is computed."""
+    rows, classes = B * T, (V, V + -V % 8)
+    for node in graph.nodes:
+        if node.target is torch.ops.qclip.cross_entropy.default:
+            return False
+        value = node.meta.get("val")
+        sized = isinstance(value, torch.Tensor) and value.numel() in [rows * width for width in classes]
+        if sized and value.dtype == torch.float32 and set(value.shape) & set(classes):
+            return True
+    return False
+
+
+SETTINGS = list(itertools.product(SPELLINGS, ["float32", "bfloat16", "autocast"], [False, True]))
+
+
+@pytest.mark.parametrize(("name", "precision", "wide"), every(2, SETTINGS))
+def test_every_spelling_is_found(name, precision, wide, graphs, monkeypatch):
+    """Equal to the oracle, by a graph that has the two operators and none of those they stand for."""
     if wide:
         widen(monkeypatch)
-    pair, (x, y) = Pair(model(dtype), loss), data(*positions, dtype=dtype)
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    pair, (x, y) = Pair(model(dtype), SPELLINGS[name]), data(T, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16) if precision == "autocast" else nullcontext():
+        found = pair.compiled(x, y, 0.3)
+        expected = oracle.clipped_gradients(pair.model, pair.loss, x, y, 0.3)
+    (graph,) = graphs
+    assert set(names(graph)) == set(BOTH)
+    assert precision == "float32" or not converts_scores(graph)
     # In 16 bits the scores' gradients are rounded, once here and several times there.
-    found = check(pair, rewritten, x, y, 2e-5 if dtype == torch.float32 else 2e-2, clip_norm=0.3)
+    assert_same(found, expected, 2e-5 if precision == "float32" else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("loss", [entropy, lambda s, y: entropy(s.float(), y)], ids=["plain", "converted"])
+@pytest.mark.parametrize("wide", [False, True], ids=["plain", "widened"])
+def test_one_position(wide, loss, dtype, graphs, monkeypatch):
+    if wide:
+        widen(monkeypatch)
+    found = check(Pair(model(dtype), loss), graphs, *data(dtype=dtype), 2e-5 if dtype == torch.float32 else 2e-2)
     assert found.losses[1] == 0
     assert found.norms[1] == 0
 
 
+def check(pair, graphs, x, y, rtol=2e-5, clip_norm=0.3, **options):
+    """Equal to the eager engine, by a graph that has the two operators and none of those they stand for."""
+    found, expected = pair.compiled(x, y, clip_norm, **options), pair.expected(x, y, clip_norm, **options)
+    assert [names(graph) for graph in graphs] == [BOTH]
+    assert_same(found, expected, rtol)
+    return found
+
+
 @pytest.mark.parametrize("wide", [False, True], ids=["plain", "widened"])
-def test_heads_in_groups_of_their_own(wide, rewritten, monkeypatch):
+def test_heads_in_groups_of_their_own(wide, graphs, monkeypatch):
     if wide:
         widen(monkeypatch)
-    check(Pair(model(), cross_entropy, groups="per-layer"), rewritten, *data(T), clip_norm=[0.3, 0.2])
+    check(Pair(model(), flattened, groups="per-layer"), graphs, *data(T), clip_norm=[0.3, 0.2])
 
 
-def test_the_gradient_is_as_wide_as_the_layer(monkeypatch):
-    """The zeros beyond the classes are written with it."""
+@pytest.mark.parametrize("loss", [flattened, lambda s, y: entropy(s.mT, y).mean(1), shifted_scores])
+def test_the_gradient_is_as_wide_as_the_layer(loss, graphs, monkeypatch):
+    """The zeros beyond the classes are written with it; the wide scores are cut off nowhere."""
     widen(monkeypatch)
-    counts = []
-
-    def compile(graph, inputs, options):
-        counts.append(len(names(graph.graph, ["slice_backward"])))
-        one_pass_cross_entropy(graph.graph, 4)
-        counts.append(len(names(graph.graph, ["slice_backward"])))
-        graph.recompile()
-        return graph
-
-    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", compile)
-    pair, (x, y) = Pair(model(), cross_entropy), data(T)
-    assert_same(pair.compiled(x, y, 0.3), pair.expected(x, y, 0.3), 2e-5)
-    assert counts == [1, 0]
+    check(Pair(model(), loss), graphs, *data(T))
+    sliced = [node for node in graphs[0].nodes if node.target is torch.ops.aten.slice_backward.default]
+    assert not any(node.args[2] == 2 for node in sliced)
 
 
 @pytest.mark.parametrize("ignored", [0, 3, -1])
-def test_any_class_can_be_ignored(ignored, rewritten):
+def test_any_class_can_be_ignored(ignored, graphs):
     x, y = data(T)
     y[y == IGNORED] = ignored
-    pair = Pair(model(), lambda scores, y: cross_entropy(scores, y, ignore_index=ignored))
-    assert check(pair, rewritten, x, y, clip_norm=0.3).norms[1] == 0
+    pair = Pair(model(), lambda scores, y: flattened(scores, y, ignore_index=ignored))
+    assert check(pair, graphs, x, y).norms[1] == 0
 
 
-def test_masked_examples_do_not_count(rewritten):
+def test_masked_examples_do_not_count(graphs):
     x, y = data(T)
-    mask = torch.arange(B) != 4
-    found = check(Pair(model(), cross_entropy), rewritten, x, y, clip_norm=0.3, mask=mask)
+    found = check(Pair(model(), flattened), graphs, x, y, mask=torch.arange(B) != 4)
     assert not found.mask[4]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("target", [2, IGNORED], ids=["counted", "ignored"])
-def test_an_example_that_is_not_finite_is_left_out(target, masked, value, rewritten):
+def test_an_example_that_is_not_finite_is_left_out(target, masked, value, graphs):
     """Also where its target is ignored, and whether it is masked or not."""
     x, y = data()
     x[4, 0], y[4] = value, target
     linear = nn.Sequential(nn.Linear(D, V))  # nothing that makes inf a number again
-    pair = Pair(linear, cross_entropy)
     mask = torch.arange(B) != 4 if masked else None
-    found = check(pair, rewritten, x, y, clip_norm=0.3, mask=mask)
+    found = check(Pair(linear, flattened), graphs, x, y, mask=mask)
     assert masked or found.norms[4] == torch.inf
     assert all(value.isfinite().all() for value in found.sums.values())
 
 
-def test_scores_masked_out_with_minus_infinity(rewritten):
+def test_scores_masked_out_with_minus_infinity(graphs):
     def loss(scores, y):
         banned = torch.arange(V) % 3 == 1
-        return cross_entropy(scores.masked_fill(banned, -torch.inf), y)
+        return flattened(scores.masked_fill(banned, -torch.inf), y)
 
     x, y = data(T)
     y[y > 0] -= y[y > 0] % 3
-    found = check(Pair(model(), loss), rewritten, x, y, clip_norm=0.3)
-    assert found.losses.isfinite().all()
+    assert check(Pair(model(), loss), graphs, x, y).losses.isfinite().all()
 
 
-def test_scores_are_used_elsewhere_too(rewritten):
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda s, y: flattened(s, y) + 0.1 * s.logsumexp(-1).square().mean(-1),
+        lambda s, y: flattened(s.float(), y) + 0.1 * s.float().logsumexp(-1).square().mean(-1),
+        lambda s, y: flattened(s, y) + (0.1 * s.log_softmax(-1)).exp().mean((1, 2)),
+    ],
+    ids=["scores", "converted", "log-probabilities"],
+)
+@pytest.mark.parametrize("wide", [False, True], ids=["plain", "widened"])
+def test_scores_are_used_elsewhere_too(wide, loss, graphs, monkeypatch):
     """Their gradient is then one summand."""
+    if wide:
+        widen(monkeypatch)
+    pair, (x, y) = Pair(model(), loss), data(T)
+    assert_same(pair.compiled(x, y, 0.3), pair.expected(x, y, 0.3), 2e-5)
+    assert set(BOTH) <= set(names(graphs[0]))
 
+
+def test_two_heads(graphs):
     def loss(scores, y):
-        return cross_entropy(scores, y) + 0.1 * scores.logsumexp(-1).square().mean(-1)
-
-    check(Pair(model(), loss), rewritten, *data(T), clip_norm=0.3)
-
-
-def test_two_heads(rewritten):
-    def loss(scores, y):
-        return cross_entropy(scores[..., : V // 2], y % 5) + cross_entropy(scores[..., V // 2 :], y % 6)
+        first, second = scores[..., : V // 2].flatten(0, 1), scores[..., V // 2 :].flatten(0, 1)
+        return (entropy(first, y.flatten() % 5) + entropy(second, y.flatten() % 6)).view(y.shape).mean(1)
 
     x, y = data(T)
     pair = Pair(model(), loss)
-    found, expected = pair.compiled(x, y, 0.3), pair.expected(x, y, 0.3)
-    assert rewritten == [(sorted(2 * PLAIN), sorted(2 * BOTH))]
-    assert_same(found, expected, 2e-5)
+    assert_same(pair.compiled(x, y, 0.3), pair.expected(x, y, 0.3), 2e-5)
+    assert [names(graph) for graph in graphs] == [sorted(2 * BOTH)]
 
 
-def test_few_classes_are_left_as_they_are(monkeypatch):
-    for most_classes, expected in ((V, PLAIN), (V - 1, BOTH)):
-        graphs = rewriting(monkeypatch, most_classes)
-        pair, (x, y) = Pair(model(), cross_entropy), data(T)
-        assert_same(pair.compiled(x, y, 0.3), pair.expected(x, y, 0.3), 2e-5)
-        assert graphs == [(PLAIN, expected)]
+@pytest.mark.parametrize("wide", [False, True], ids=["plain", "widened"])
+def test_a_checkpointed_head(wide, graphs, monkeypatch):
+    """Its scores are computed again in the backward pass, in the same way."""
+    if wide:
+        widen(monkeypatch)
+
+    def forward(n, x, y):
+        return checkpoint(lambda x, y: flattened(n.head(n.body(x)).float(), y), x, y, use_reentrant=False)
+
+    net = Net(forward, body=nn.Sequential(nn.Linear(D, 8), nn.Tanh()), head=nn.Linear(8, V))
+    pair, (x, y) = Pair(net, lambda outputs, targets: outputs), data(T)
+    assert_same(pair.compiled((x, y), y, 0.3), pair.expected((x, y), y, 0.3), 2e-5)
+    assert set(names(graphs[0])) == set(BOTH)
 
 
-def traced(loss, scores, target, most_classes=4):
-    """The operations of a graph of losses and their gradient, before and after; it gives what it gave."""
-
-    def step(scores, target):
-        losses, *others = loss(scores, target)
-        total = (losses * torch.linspace(1, 2, losses.numel(), dtype=losses.dtype).view(losses.shape)).sum()
-        total = sum((other.square().sum() for other in others), total)
-        return losses.detach(), torch.autograd.grad(total, scores)[0]
-
-    scores = scores.requires_grad_()
-    graph = make_fx(step, tracing_mode="fake")(scores, target)
-    rewrites.use_recomputed(graph.graph, 0, 0)  # as in a step: nothing is differentiated any more
-    graph.recompile()
-    expected, before = graph(scores, target), names(graph.graph)
-    one_pass_cross_entropy(graph.graph, most_classes)
-    graph.graph.lint()
-    graph.recompile()
-    for found, truth in zip(graph(scores, target), expected, strict=True):
-        torch.testing.assert_close(found, truth)
-    return before, names(graph.graph)
+# What is left as it is
 
 
-def entropy(scores, target, **options):
-    return F.cross_entropy(scores, target, reduction=options.pop("reduction", "none"), **options)
-
-
-def written_to(scores, target):
-    scores = scores * 1
-    losses = entropy(scores, target)
-    with torch.no_grad():
-        scores.detach().zero_()
-    return (losses,)
-
-
-def written_before(scores, target):
-    return (entropy((scores * 1).div_(2), target),)
-
-
-def copy_written_to(scores, target):
-    """Behind the back of a view: what the loss reads is no longer the scores."""
-    copy = scores.to(torch.float32, copy=True)
-    view = copy.view(6, V)
-    copy.div_(2)
-    return (entropy(view, target),)
-
-
-def also_log_probabilities(scores, target):
-    logs = scores.log_softmax(1)
-    return F.nll_loss(logs, target, reduction="none"), logs
-
-
-def of_two(scores, target):
-    logs = scores.log_softmax(1)
-    return (F.nll_loss(logs, target, reduction="none") + F.nll_loss(logs, target.flip(0), reduction="none"),)
-
-
-def watched(scores, target):
-    """Log-probabilities are wanted all the same."""
-    logs = scores.log_softmax(1)
-    return (F.nll_loss(logs, target, reduction="none") + logs.detach().mean(1),)
-
-
-def another_watched(scores, target):
-    logs = scores.log_softmax(1)
-    other = F.nll_loss(logs, target.flip(0), reduction="none").detach()
-    return (F.nll_loss(logs, target, reduction="none") + other,)
-
-
-def converted_scores_used(scores, target):
-    """The gradient of the loss is added to before it is rounded."""
-    wide = (scores.bfloat16() * 1).float()
-    return entropy(wide, target), wide
+def of_another_dimension(scores, y):
+    logs = scores.log_softmax(1).flatten(0, 1)
+    return F.nll_loss(logs, y.flatten(), reduction="none").view(y.shape).mean(1)
 
 
 LEFT = {
-    "class-weights": lambda scores, y: (entropy(scores, y, weight=torch.linspace(1, 2, V)),),
-    "mean": lambda scores, y: (entropy(scores, y, reduction="mean"),),
-    "sum": lambda scores, y: (entropy(scores, y, reduction="sum"),),
-    "label-smoothing": lambda scores, y: (entropy(scores, y, label_smoothing=0.1),),
-    "log-probabilities-used": also_log_probabilities,
-    "log-probabilities-watched": watched,
-    "two-losses-of-the-same": of_two,
-    "another-loss-watched": another_watched,
-    "converted-scores-used": converted_scores_used,
-    "written-to-afterwards": written_to,
-    "images": lambda scores, y: (entropy(scores.view(2, 3, V).mT, y.view(2, 3)),),
-    "written-to-before": written_before,
-    "a-copy-written-to": copy_written_to,
-    "more-precise": lambda scores, y: (entropy(scores.double(), y),),
-    "rounded-on-the-way": lambda scores, y: (entropy(scores.bfloat16().float(), y),),
-    "over-rows": lambda scores, y: (F.nll_loss(scores.log_softmax(0), y, reduction="none"),),
+    "class-weights": lambda s, y: flattened(s, y, weight=torch.linspace(1, 2, V)),
+    "class-probabilities": lambda s, y: (
+        entropy(s.flatten(0, 1), F.one_hot(y.clamp_min(0).flatten(), V).float()).view(y.shape).mean(1)
+    ),
+    "more-precise": lambda s, y: flattened(s.double(), y).float(),
+    "in-vmap": torch.vmap(lambda s, y: F.cross_entropy(s, y.clamp_min(0))),
+    "other-logarithms": lambda s, y: F.nll_loss(s.tanh().mT, y, reduction="none").mean(1),
+    "of-another-dimension": of_another_dimension,
+    "of-one-class-moved": lambda s, y: F.nll_loss(s.log_softmax(-1).mT, y, reduction="none").mean(1),
 }
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_not_plain_cross_entropy_is_left_as_it_is(name):
-    scores, target = torch.randn(6, V), torch.arange(6)
-    before, after = traced(LEFT[name], scores, target)
-    assert before == after
-    assert any("log_softmax" in each for each in before)
+def test_other_losses_are_left_as_they_are(name, graphs):
+    pair, (x, y) = Pair(model(), LEFT[name]), data(T)
+    assert_same(pair.compiled(x, y, 0.3), pair.expected(x, y, 0.3), 2e-5)
+    assert len(graphs) == 1
+    assert not set(names(graphs[0])) & set(BOTH)
 
 
-REPLACED = {
-    "plain": lambda scores, y: (entropy(scores, y),),
-    "in-two-steps": lambda scores, y: (F.nll_loss(scores.log_softmax(1), y, reduction="none"),),
-    "more-rows": lambda scores, y: (entropy(scores.view(2, 3, V).view(6, V), y),),
-}
+@pytest.mark.parametrize(
+    ("device", "classes", "answer"), [("cuda", 4097, True), ("cuda", 4096, False), ("cpu", 9999, False)]
+)
+def test_many_classes_on_a_gpu(device, classes, answer):
+    with torch._subclasses.FakeTensorMode():
+        scores = torch.empty(2, classes, 3, device=device)
+    assert substitutes.has_many_classes(scores) is answer
 
 
-@pytest.mark.parametrize("name", REPLACED)
-def test_what_is_plain_cross_entropy_is_replaced(name):
-    assert traced(REPLACED[name], torch.randn(6, V), torch.arange(6))[1] == BOTH
+def test_few_classes_are_left_as_they_are(graphs, monkeypatch):
+    monkeypatch.setattr(substitutes, "has_many_classes", lambda scores: scores.shape[1] > V)
+    pair, (x, y) = Pair(model(), flattened), data(T)
+    assert_same(pair.compiled(x, y, 0.3), pair.expected(x, y, 0.3), 2e-5)
+    assert [names(graph) for graph in graphs] == [PLAIN]
+
+
+# What changes the scores on the way is seen
+
+
+def halved_in_place(scores, y):
+    wide = scores.float()
+    wide.div_(2)
+    return flattened(wide, y)
+
+
+def halved_behind_a_view(scores, y):
+    wide = scores.float()
+    view = wide.view(-1, V)
+    wide.div_(2)
+    return entropy(view, y.flatten()).view(y.shape).mean(1)
+
+
+def halved_before(scores, y):
+    scores = scores * 1
+    wide = scores.float()
+    scores.div_(2)
+    return flattened(wide, y) + 0 * scores.float().mean((1, 2))
+
+
+def hooked(scores, y):
+    """The gradient of the loss is halved on its way to the layer."""
+    wide = scores.float()
+    view = wide.view(-1, V)
+    wide.register_hook(lambda grad: grad / 2)
+    return entropy(view, y.flatten()).view(y.shape).mean(1)
+
+
+def without_gradient(scores, y):
+    with torch.no_grad():
+        constant = scores.float()
+    return flattened(constant, y) + scores.float().square().mean((1, 2))
+
+
+def detached(scores, y):
+    return flattened(scores.detach().float(), y) + scores.float().square().mean((1, 2))
+
+
+def reversed_classes(scores, y):
+    return flattened(scores.float()[..., torch.arange(V - 1, -1, -1)], y)
+
+
+def last_classes(scores, y):
+    losses = entropy(scores.float()[..., -6:].flatten(0, 1), y.flatten() % 6)
+    return losses.view(y.shape).mean(1)
+
+
+def rounded(scores, y):
+    return flattened((scores.float() * 1.01).bfloat16().float(), y)
+
+
+CHANGES = [
+    halved_in_place, halved_behind_a_view, halved_before, hooked, without_gradient, detached, reversed_classes,
+    last_classes, rounded,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", CHANGES, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("wide", [False, True], ids=["plain", "widened"])
+def test_scores_changed_on_the_way(wide, loss, graphs, monkeypatch):
+    if wide:
+        widen(monkeypatch)
+    pair, (x, y) = Pair(model(torch.bfloat16), loss), data(T, dtype=torch.bfloat16)
+    assert_same(pair.compiled(x, y, 0.3), pair.expected(x, y, 0.3), 2e-2)
+    assert set(BOTH) & set(names(graphs[0]))
+
+
+def test_scores_overwritten_after_their_loss_run_eager(graphs):
+    """The kernels read the scores again in the backward pass."""
+
+    def loss(scores, y):
+        scores = scores * 1
+        losses = flattened(scores, y)
+        with torch.no_grad():
+            scores.zero_()
+        return losses
+
+    pair, (x, y) = Pair(model(), loss), data(T)
+    with pytest.warns(UserWarning, match="runs eager: .*modified by an inplace operation"):
+        found = pair.compiled(x, y, 0.3)
+    assert_same(found, pair.expected(x, y, 0.3), 2e-5)

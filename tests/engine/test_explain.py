@@ -33,7 +33,7 @@ def test_every_way():
     model.spare = param(3)
     model.forward = lambda x: model[2](model[1](model[0](x)))
     found = rows(model, torch.randn(B, D))
-    assert {name: row.way for name, row in found.items()} == {
+    assert {name: row.strategy for name, row in found.items()} == {
         "0.weight": "rule",
         "0.bias": "rule",
         "1.weight": "vmap of the function",
@@ -52,7 +52,7 @@ def test_the_whole_model(with_loss):
     model = Net(lambda n, x: ScaleForVmap.apply(n.one(x), n.w), one=nn.Linear(D, P), w=param(P))
     options = {"loss": squared, "targets": torch.randn(B)} if with_loss else {}
     row = rows(model, torch.randn(B, D), **options)["w"]
-    assert row.way == "vmap of the model"
+    assert row.strategy == "vmap of the model"
     assert "no torch function shows" in row.detail
 
 
@@ -89,14 +89,14 @@ def test_a_layer_used_twice_is_counted():
 def test_derived_parameters_say_what_they_are_made_by():
     found = rows(parametrizations.weight_norm(nn.Linear(D, P)), torch.randn(B, D))
     for name in ("parametrizations.weight.original0", "parametrizations.weight.original1"):
-        assert found[name].way == "rule"
+        assert found[name].strategy == "rule"
         assert "linear of " in found[name].detail
 
 
 def test_the_table():
     text = str(explain(nn.Sequential(nn.Linear(D, P), nn.PReLU()), torch.randn(B, D)))
     lines = text.splitlines()
-    assert lines[0].split() == ["parameter", "shape", "way", "detail"]
+    assert lines[0].split() == ["parameter", "shape", "strategy", "detail"]
     assert [line.split()[0] for line in lines[1:]] == ["0.weight", "0.bias", "1.weight"]
     assert f"{P}x{D}" in lines[1]
     assert len({line.index(word) for line, word in zip(lines[1:], ("rule", "rule", "vmap"), strict=True)}) == 1
@@ -120,7 +120,7 @@ def test_a_scalar_parameter():
 )
 def test_inputs_and_outputs_of_every_kind(x, forward):
     found = rows(Net(forward, one=nn.Linear(D, P)), x)
-    assert {row.way for row in found.values()} == {"rule"}
+    assert {row.strategy for row in found.values()} == {"rule"}
 
 
 def test_the_loss_counts_where_it_is_given():
@@ -154,7 +154,7 @@ def test_every_row_is_explained(case):
     assert [row.name for row in explanation.parameters] == [name for name, _ in problem.model.named_parameters()]
     ways = {"rule", "vmap of the function", "vmap of the model", "frozen", "unused"}
     for row, (_, parameter) in zip(explanation.parameters, problem.model.named_parameters(), strict=True):
-        assert row.way in ways
-        assert (row.way == "frozen") == (not parameter.requires_grad)
+        assert row.strategy in ways
+        assert (row.strategy == "frozen") == (not parameter.requires_grad)
         assert row.shape == tuple(parameter.shape)
     assert len(str(explanation).splitlines()) == len(explanation.parameters) + 1

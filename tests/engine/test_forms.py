@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from qclip.engine.gradients import forms
 from qclip.engine.gradients.convolutions import Geometry, Windows
 from qclip.engine.gradients.forms import Dense, Outer, Rows, join, joint_squared_norms
+from qclip.engine.kernels import products
 
 seeds = st.integers(0, 2**31)
 few = st.integers(1, 4)
@@ -93,9 +94,9 @@ def assert_norms(squares, form, expected=None, gram=False):
     """Right, and not below the truth by more than the last digit; above it by rounding of the summands only."""
     truth, sizes = norms(exact(form) if expected is None else expected), summands(form)
     found = squares.double().sqrt()
-    room = 20 * EPS * sizes.square() if gram else 20 * EPS * sizes * truth + (20 * EPS * sizes).square()
+    margin = 20 * EPS * sizes.square() if gram else 20 * EPS * sizes * truth + (20 * EPS * sizes).square()
     assert (found >= truth * (1 - 2 * EPS) - 1e-30).all()
-    assert (found.square() <= truth.square() * (1 + 20 * EPS) + room + 1e-30).all()
+    assert (found.square() <= truth.square() * (1 + 20 * EPS) + margin + 1e-30).all()
 
 
 def check(form):
@@ -125,8 +126,8 @@ def test_outer(form):
     assert_norms(form.direct_norms().norms, form)
     assert_norms(form.squared_norms().norms, form, gram=True)
     assert form.outer() is form
-    assert form.examples == len(form.left)
-    assert form.size == form.shape.numel()
+    assert form.dims.batch_size == len(form.left)
+    assert form.dims.elements == form.shape.numel()
 
 
 @given(tables())
@@ -153,7 +154,7 @@ def test_windows(drawn):
     """Every way to the gradient of a convolution is autograd's, image by image."""
     form, conv = drawn
     weight = torch.zeros(form.shape, dtype=torch.float64, requires_grad=True)
-    g, each = form.geometry, len(form.grads) // form.examples
+    g, each = form.geometry, len(form.grads) // form.dims.batch_size
     truth = []
     for images, grads in zip(form.images.double().split(each), form.grads.double().split(each), strict=True):
         out = conv(images, weight, None, g.strides, g.pads, g.dilations, g.groups)
@@ -162,16 +163,15 @@ def test_windows(drawn):
     torch.testing.assert_close(form.dense().double(), truth, rtol=1e-5, atol=1e-5)
     outer = form.outer()
     torch.testing.assert_close(exact(outer), truth)
-    assert (form.positions, form.sides) == (outer.positions, outer.sides)
-    assert (form.examples, form.size) == (outer.examples, outer.size)
+    assert form.dims == outer.dims._replace(unfolded=form.dims.unfolded)
     assert (form.sizes().double() >= summands(outer) * (1 - 1e-5)).all()
-    factors = torch.linspace(0.5, 1, form.examples)
+    factors = torch.linspace(0.5, 1, form.dims.batch_size)
     expected = torch.einsum("b,b...->...", factors.double(), truth)
     torch.testing.assert_close(form.weighted_sum(factors).double(), expected, rtol=1e-5, atol=1e-5)
     squares = norms(truth).square()
     for found in (form.gram_norms().norms, form.direct_norms().norms, form.squared_norms().norms):
         torch.testing.assert_close(found.double(), squares, rtol=1e-4, atol=1e-4)
-    keep = torch.arange(form.examples) % 2 == 0
+    keep = torch.arange(form.dims.batch_size) % 2 == 0
     assert not form.masked(keep).dense()[~keep].any()
     torch.testing.assert_close(form.masked(keep).dense()[keep], form.dense()[keep])
 
@@ -181,29 +181,29 @@ def test_chunks(form, examples):
     """A few examples at a time give the same as all at once."""
     whole = form.gram_norms().norms, form.direct_norms().norms
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forms, "chunk", lambda numbers_each, like: examples)
+        patch.setattr(forms, "chunk", lambda elements, sample: examples)
         torch.testing.assert_close(form.gram_norms().norms, whole[0])
         torch.testing.assert_close(form.direct_norms().norms, whole[1])
 
 
 def test_a_chunk_is_at_least_one_example():
-    like = torch.zeros(1)
-    assert forms.chunk(10**12, like) == 1
-    assert forms.chunk(0, like) >= 1
-    assert forms.chunk(2**10, like) * 4 * 2**10 <= forms.CHUNK_BYTES
+    sample = torch.zeros(1)
+    assert products.chunk(10**12, sample) == 1
+    assert products.chunk(0, sample) >= 1
+    assert products.chunk(2**10, sample) * 4 * 2**10 <= products.CHUNK_BYTES
 
 
 def test_a_gpu_has_chunks_by_its_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=2**37))
-    like = SimpleNamespace(is_cuda=True, device="cuda")
-    assert forms.chunk(2**20, like) == 2**37 // forms.CHUNK_SHARE // 2**22
-    assert forms.chunk(10**12, like) == 1
+    sample = SimpleNamespace(is_cuda=True, device="cuda")
+    assert products.chunk(2**20, sample) == 2**37 // products.CHUNK_SHARE // 2**22
+    assert products.chunk(10**12, sample) == 1
 
 
 def test_a_kernel_that_writes_no_products_takes_all_examples_at_once(monkeypatch):
     form = Outer(torch.randn(3, 2, 5, 4), torch.randn(3, 2, 5, 6), torch.Size((2, 4, 6)))
     expected = form.gram_norms().norms
-    monkeypatch.setattr(forms, "wins", lambda left, right: True)
+    monkeypatch.setattr(forms, "kernel_is_faster", lambda left, right: True)
     monkeypatch.setattr(forms, "chunk", None)
     torch.testing.assert_close(form.gram_norms().norms, expected)
 

@@ -21,7 +21,7 @@ B, D, P = 7, 6, 5
 
 @pytest.fixture(autouse=True)
 def _as_traced(monkeypatch):
-    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
+    monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", as_traced)
 
 
 @pytest.fixture
@@ -309,7 +309,7 @@ def test_dropout_inside_a_function_without_a_rule_runs_eager():
 @pytest.mark.parametrize("groups", ["flat", "per-layer"])
 def test_a_step_that_keeps_less_than_its_proof_could_agrees_with_it(groups, monkeypatch, traces):
     """Where factors are rounded a lot, gradients that are not kept are clipped more: the proof must do so, too."""
-    monkeypatch.setattr(Outer, "rounding", 0.05)
+    monkeypatch.setattr(Outer, "scaling_error", 0.05)
     costs = CostModel(kept_bytes=4 * 8 * 64, overhead=1e-3)  # of one layer and eight examples
     pair = Pair(nn.Sequential(*[nn.Linear(8, 8) for _ in range(2)]), costs=costs, groups=groups)
     for count in (6, 32):

@@ -47,10 +47,10 @@ def test_every_parameter_belongs_to_exactly_one_group(names, spec):
 
 
 @given(st.lists(st.integers(0, 3), max_size=8))
-def test_stretches_are_as_short_as_groups_allow(chosen):
+def test_memory_phases_are_as_short_as_groups_allow(chosen):
     groups = Groups(("a", "b", "c", "d"), {f"p{k}": group for k, group in enumerate(chosen)})
-    found = list(groups.stretches().values())
-    assert list(groups.stretches()) == list(groups.members)
+    found = list(groups.memory_phases().values())
+    assert list(groups.memory_phases()) == list(groups.members)
     cuts = [k for k in range(1, len(chosen)) if set(chosen[:k]).isdisjoint(chosen[k:])]
     assert found == [sum(cut <= k for cut in cuts) for k in range(len(chosen))]
 
@@ -72,7 +72,7 @@ def test_partition_refuses(spec, message):
 
 
 @pytest.mark.parametrize(
-    ("clip_norm", "thresholds"),
+    ("clip_norm", "clip_norms"),
     [
         (2, (2.0, 2.0)),
         (0.5, (0.5, 0.5)),
@@ -81,9 +81,9 @@ def test_partition_refuses(spec, message):
         ({"rest": 2.0, "head": 1.0}, (1.0, 2.0)),
     ],
 )
-def test_thresholds_are_one_for_all_or_one_each(clip_norm, thresholds):
+def test_clip_norms_are_one_for_all_or_one_each(clip_norm, clip_norms):
     groups = partition(NAMES, {"head": "head.*", "rest": "*"})
-    assert groups.thresholds(clip_norm) == thresholds
+    assert groups.clip_norms(clip_norm) == clip_norms
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_thresholds_are_one_for_all_or_one_each(clip_norm, thresholds):
         ([1.0, 2.0, 3.0], "clip_norm = '3 values' must be 2 values"),
         (
             {"head": 1.0},
-            r"must be one threshold for each of \('head', 'rest'\); these names appear on one side only: \['rest'\]",
+            r"must be one clip norm for each of \('head', 'rest'\); these names appear on one side only: \['rest'\]",
         ),
         ({"head": 1.0, "rest": 1.0, "tail": 1.0}, r"these names appear on one side only: \['tail'\]"),
         (0.0, "clip_norm = 0.0 must be > 0; it is the largest norm a clipped gradient may have"),
@@ -107,14 +107,14 @@ def test_thresholds_are_one_for_all_or_one_each(clip_norm, thresholds):
         (None, "clip_norm = None must be a number"),
     ],
 )
-def test_thresholds_refuse(clip_norm, message):
+def test_clip_norms_refuse(clip_norm, message):
     with pytest.raises(ValueError, match=message):
-        partition(NAMES, {"head": "head.*", "rest": "*"}).thresholds(clip_norm)
+        partition(NAMES, {"head": "head.*", "rest": "*"}).clip_norms(clip_norm)
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=5))
-def test_the_bound_is_the_norm_of_the_thresholds(thresholds):
-    assert l2_bound(thresholds) == pytest.approx(math.sqrt(sum(value**2 for value in thresholds)))
+def test_the_bound_is_the_norm_of_the_clip_norms(clip_norms):
+    assert l2_bound(clip_norms) == pytest.approx(math.sqrt(sum(value**2 for value in clip_norms)))
 
 
 def test_the_bound_does_not_overflow():

@@ -26,7 +26,7 @@ from shards import every
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
-GPU_ROOM = 2e-5
+GPU_TOLERANCE = 2e-5
 """How much twins may differ on a GPU: it adds up in other orders, and 16-bit products not quite in float32."""
 GEOMETRIES = [  # images, side, kernel, stride, padding, dilation
     pytest.param((2, 3, 9, 8), 5, (3, 3), (1, 1), (1, 1), (1, 1), id="few-channels"),
@@ -91,12 +91,12 @@ def assert_close(found, expected, rtol):
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     assert found.stride() == expected.stride()
-    rtol = max(rtol, GPU_ROOM) if found.is_cuda else rtol
+    rtol = max(rtol, GPU_TOLERANCE) if found.is_cuda else rtol
     assert (found.double() - expected.double()).abs().max() <= rtol * expected.double().abs().max()
 
 
-def check_gram(left, right, cut=None):
-    found, expected = gram.launch(left, right, cut), torch.stack(gram.twin(left, right))
+def check_gram(left, right, tiling=None):
+    found, expected = gram.launch(left, right, tiling), torch.stack(gram.twin(left, right))
     for one, other in zip(found, expected, strict=True):  # squares and sizes: each with its own scale
         assert_close(one, other, 1e-6)
 
@@ -130,7 +130,7 @@ def test_gram_kernel_takes_any_strides(interpreter, dtype):
 def check_gram_tilings():
     left, right = normal(2, 70, 50, dtype=torch.float16), normal(2, 70, 40, dtype=torch.float16)
     for positions in (16, 32, 64, 128):
-        check_gram(left, right, gram.Tiling(positions, 32, 4, 2))
+        check_gram(left, right, gram.GramTiling(positions, 32, 4, 2))
 
 
 def test_gram_kernel_is_its_twin_in_every_tiling(interpreter):
@@ -149,7 +149,7 @@ def check_pairs(positions):
     lefts, rights = left @ left.mT, (right @ right.mT).mT.contiguous().mT  # columns contiguous: copied
     lefts[1, 0, 0] = -1  # as rounding can make it of a short row: no root is taken
     found = gram.launch_pairs(lefts, rights)
-    assert found.shape == (2, gram.PARTS, 3)
+    assert found.shape == (2, gram.ROW_BLOCKS, 3)
     for one, other in zip(found.sum(1), gram.pair_sums_twin(lefts, rights), strict=True):
         assert_close(one, other, 1e-6)
 
@@ -178,36 +178,36 @@ def test_native_norms_of_few_positions_are_sums_of_pairs(monkeypatch):
     assert sizes == [72, 256]
 
 
-def check_windows(dtype, layout, cut, *case):
+def check_windows(dtype, layout, tiling, *case):
     images, grads = images_and_grads(*case, dtype=dtype, layout=layout)
-    found, squares = windows.launch(images, grads, *case[2:], cut=cut)
+    found, squares = windows.launch(images, grads, *case[2:], tiling=tiling)
     expected, _ = windows.twin(images, grads, *case[2:])
     # Summed in another order, and then rounded; the interpreter rounds to bfloat16 towards zero: one unit.
     unit = max(1e-6, torch.finfo(dtype).eps if dtype != torch.float32 else 0)
     assert_close(found, expected, unit)
     assert_close(squares, found.float().square().sum((1, 2, 3, 4)), 1e-6)
     # Without writing the gradients: the same numbers, to the last bit.
-    alone = windows.launch_squares(images, grads, *case[2:], cut=cut)
+    alone = windows.launch_squares(images, grads, *case[2:], tiling=tiling)
     assert torch.equal(alone, squares)
     assert_close(alone, windows.twin_squares(images, grads, *case[2:]), 2 * unit)
-    check_sums(images, grads, found, unit, cut, case[2:])
+    check_sums(images, grads, found, unit, tiling, case[2:])
 
 
-def check_sums(images, grads, gradients, unit, cut, geometry):
+def check_sums(images, grads, gradients, unit, tiling, geometry):
     """However the examples are shared out, the sum is one of the rounded gradients."""
     count = len(images)
     wide = normal(count, 3, dtype=torch.float32)
     factors = wide[:, 1]  # with a stride, as one of several groups
     expected = torch.einsum("b,bmijc->mijc", factors, gradients.float())
     for shares in (1, 2, None):
-        found = windows.launch_sums(images, grads, factors, *geometry, cut=cut, shares=shares)
+        found = windows.launch_sums(images, grads, factors, *geometry, tiling=tiling, shares=shares)
         assert_close(found, expected, 1e-6)
         for example, one in enumerate(torch.eye(count)):
-            chosen = windows.launch_sums(images, grads, one, *geometry, cut=cut, shares=shares)
+            chosen = windows.launch_sums(images, grads, one, *geometry, tiling=tiling, shares=shares)
             assert torch.equal(chosen, gradients[example].float())
     # The twin may round every gradient one unit away from the kernel.
-    room = unit * (factors.abs() @ gradients.float().abs().amax((1, 2, 3, 4)))
-    assert (found - windows.twin_sums(images, grads, factors, *geometry)).abs().max() <= room
+    margin = unit * (factors.abs() @ gradients.float().abs().amax((1, 2, 3, 4)))
+    assert (found - windows.twin_sums(images, grads, factors, *geometry)).abs().max() <= margin
 
 
 @pytest.mark.parametrize(
@@ -218,11 +218,11 @@ def test_windows_kernel_is_its_twin(interpreter, geometry, dtype, layout):
 
 
 @pytest.mark.parametrize(
-    "cut", [pytest.param((16, 16, 16), marks=pytest.mark.slow), (16, 64, 32), (64, 32, 64)], ids=str
+    "tiling", [pytest.param((16, 16, 16), marks=pytest.mark.slow), (16, 64, 32), (64, 32, 64)], ids=str
 )
-def test_windows_kernel_is_its_twin_in_every_tiling(interpreter, cut):
+def test_windows_kernel_is_its_twin_in_every_tiling(interpreter, tiling):
     case = (2, 5, 8, 7), 20, (3, 3), (1, 1), (1, 1), (1, 1)
-    interpreter(check_windows, torch.float16, torch.channels_last, windows.Tiling(*cut, 4, 2), *case)
+    interpreter(check_windows, torch.float16, torch.channels_last, windows.WindowTiling(*tiling, 4, 2), *case)
 
 
 def check_windows_of_views():
@@ -287,7 +287,7 @@ def test_windows_twin_is_the_gradient_of_the_convolution(shape, side, kernel, st
 @pytest.mark.parametrize("numbers", [1, 1200, 2**24])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
 def test_windows_twins_a_few_examples_at_a_time(dtype, numbers, monkeypatch):
-    monkeypatch.setattr(windows, "TWIN_NUMBERS", numbers)  # one example at a time, three of five, or all
+    monkeypatch.setattr(windows, "TWIN_ELEMENTS", numbers)  # one example at a time, three of five, or all
     case = (5, 3, 6, 7), 4, (3, 2), (2, 1), (1, 0), (1, 2)
     images, grads = images_and_grads(*case, dtype=dtype)
     steps = {1: 1, 1200: 3, 2**24: 5}[numbers]
@@ -305,7 +305,7 @@ BLOCK = cross_entropy.BLOCK
 
 
 def scores_and_targets(rows, classes, dtype, *, width=None, ignored=IGNORED):
-    """Scores as a view of wider ones, and targets of which the third is ignored; the last class is the first target."""
+    """Scores with NaN beyond the classes, and targets of which the third is ignored; the first is the last class."""
     scores = 3 * normal(rows, width or classes, dtype=torch.float32)
     scores[:, classes - 1] += 10  # the last class must count
     scores[:, classes:] = torch.nan  # nothing beyond the classes may count
@@ -314,31 +314,35 @@ def scores_and_targets(rows, classes, dtype, *, width=None, ignored=IGNORED):
     target[0] = classes - 1
     if rows > 2:
         target[2] = ignored
-    return scores.to(dtype)[:, :classes], target
+    return scores.to(dtype), target
 
 
-def check_cross_entropy(scores, target, width, ignored=IGNORED):
-    losses, sums = cross_entropy.launch(scores, target, ignored)
-    expected = cross_entropy.twin(scores, target, ignored)
+def check_cross_entropy(scores, target, classes=None, ignored=IGNORED, smoothing=0.0):
+    options = ignored, smoothing, classes
+    losses, sums = cross_entropy.launch(scores, target, *options)
+    expected = cross_entropy.twin(scores, target, *options)
     assert_close(losses, expected[0], 1e-6)
     highest, logarithms = expected[1]
     assert torch.equal(sums[0], highest)
-    room = GPU_ROOM if sums.is_cuda else 1e-6
-    torch.testing.assert_close(sums[1], logarithms, rtol=room, atol=room)  # of sums from 1
+    tolerance = GPU_TOLERANCE if sums.is_cuda else 1e-6
+    torch.testing.assert_close(sums[1], logarithms, rtol=tolerance, atol=tolerance)  # of sums from 1
     assert torch.equal(losses[target == ignored], torch.zeros(int((target == ignored).sum())))
     upstream = normal(len(scores), 2, dtype=torch.float32)[:, 1]  # with a stride
-    arguments = scores, target, upstream, sums, ignored, width
+    arguments = scores, target, upstream, sums, *options
     found, expected = cross_entropy.launch_gradients(*arguments), cross_entropy.twin_gradients(*arguments)
     # The interpreter rounds to 16 bits towards zero: one unit of the largest.
     assert_close(found, expected, 1e-6 if scores.dtype == torch.float32 else torch.finfo(scores.dtype).eps)
-    assert not found[:, scores.shape[1] :].any()
+    assert found.shape == scores.shape
+    assert not found[:, scores.shape[1] if classes is None else classes :].any()
     assert not found[target == ignored].any()
 
 
 def check_cross_entropy_of(rows, classes, dtype, width):
     scores, target = scores_and_targets(rows, classes, dtype, width=width)
-    check_cross_entropy(scores, target, width)
-    check_cross_entropy(scores.mT.contiguous().mT, target, classes)  # columns contiguous; no wider than the classes
+    columns = scores[:, :classes].mT.contiguous().mT  # contiguous columns; no wider than the classes
+    for smoothing in (0.0, 0.1):
+        check_cross_entropy(scores, target, classes, smoothing=smoothing)
+        check_cross_entropy(columns, target, smoothing=smoothing)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -360,9 +364,9 @@ def test_cross_entropy_kernels_are_their_twins(interpreter, rows, classes, width
 def check_other_targets():
     """Another class is ignored, one of those that there are; all are; targets have a stride; there are no rows."""
     scores, target = scores_and_targets(6, 11, torch.float32, ignored=4)
-    check_cross_entropy(scores, target, 16, ignored=4)
-    check_cross_entropy(scores, torch.full_like(target, IGNORED), 16)
-    check_cross_entropy(scores, target.repeat_interleave(2)[::2], 11)
+    check_cross_entropy(scores, target, ignored=4)
+    check_cross_entropy(scores, torch.full_like(target, IGNORED))
+    check_cross_entropy(scores, target.repeat_interleave(2)[::2])
     small = cross_entropy.launch(scores, target.to(torch.uint8), IGNORED)  # the other type that torch takes
     assert torch.equal(small[0], cross_entropy.launch(scores, target, IGNORED)[0])
     for of, gradients_of in [
@@ -371,7 +375,7 @@ def check_other_targets():
     ]:
         losses, sums = of(scores[:0], target[:0], IGNORED)
         assert (losses.shape, sums.shape) == ((0,), (2, 0))
-        assert gradients_of(scores[:0], target[:0], losses, sums, IGNORED, 16).shape == (0, 16)
+        assert gradients_of(scores[:0], target[:0], losses, sums, IGNORED).shape == (0, 11)
 
 
 def test_cross_entropy_kernels_take_any_targets(interpreter):
@@ -392,10 +396,10 @@ def extreme_scores(classes):
 
 def check_extreme_scores(classes):
     scores, target = extreme_scores(classes)
-    check_cross_entropy(scores, target, classes)
+    check_cross_entropy(scores, target)
     losses, sums = cross_entropy.launch(scores, target, IGNORED)
     assert losses.isfinite().all()
-    assert cross_entropy.launch_gradients(scores, target, losses, sums, IGNORED, classes).isfinite().all()
+    assert cross_entropy.launch_gradients(scores, target, losses, sums, IGNORED).isfinite().all()
     assert losses[2] == losses[4] == 0
     hopeless = cross_entropy.launch(scores, torch.zeros_like(target), IGNORED)[0]
     assert torch.equal(hopeless.isinf(), torch.tensor([True, False, False, False, True, False]))
@@ -413,7 +417,7 @@ def check_non_finite_scores():
     target[2] = 0
     scores[0, 1], scores[1, -1], scores[2] = torch.nan, torch.inf, -torch.inf
     losses, sums = cross_entropy.launch(scores, target, IGNORED)
-    grads = cross_entropy.launch_gradients(scores, target, torch.ones(4), sums, IGNORED, scores.shape[1])
+    grads = cross_entropy.launch_gradients(scores, target, torch.ones(4), sums, IGNORED)
     for found in (losses, grads.sum(1), *(x for x in cross_entropy.twin(scores, target, IGNORED)[:1])):
         assert found.isfinite().tolist() == [False, False, False, True]
 
@@ -422,20 +426,22 @@ def test_scores_that_are_not_finite_show(interpreter):
     interpreter(check_non_finite_scores)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_cross_entropy_is_that_of_torch(dtype):
-    """Losses, and gradients as autograd finds them."""
+def test_cross_entropy_is_that_of_torch(dtype, smoothing):
+    """Losses and gradients, by autograd through the operator, too."""
     scores, target = scores_and_targets(6, 13, dtype, width=16)
-    upstream = normal(6, dtype=dtype)
-    losses, sums = cross_entropy.cross_entropy(scores, target, IGNORED)
-    grads = cross_entropy.cross_entropy_gradients(scores, target, upstream, sums, IGNORED, 16)
-    leaf = scores.clone().requires_grad_()
-    expected = F.cross_entropy(leaf, target, reduction="none")
+    upstream, options = normal(6, dtype=dtype), (IGNORED, smoothing, 13)
+    wide, leaf = scores.clone().requires_grad_(), scores[:, :13].clone().requires_grad_()
+    losses, sums = cross_entropy.cross_entropy(wide, target, *options)
+    grads = cross_entropy.cross_entropy_gradients(scores, target, upstream, sums.detach(), *options)
+    expected = F.cross_entropy(leaf, target, reduction="none", label_smoothing=smoothing)
     (gradient,) = torch.autograd.grad(expected @ upstream, leaf)
-    torch.testing.assert_close(losses, expected.detach())
-    torch.testing.assert_close(sums.sum(0), scores.logsumexp(1))
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(sums.sum(0), leaf.logsumexp(1))
     torch.testing.assert_close(grads[:, :13], gradient)
     assert torch.equal(grads[:, 13:], torch.zeros(6, 3, dtype=dtype))
+    assert torch.equal(torch.autograd.grad(losses @ upstream, wide)[0], grads)
     assert losses[2] == 0
     assert not grads[2].any()
 
@@ -445,8 +451,8 @@ def test_cross_entropy_of_half_precision_is_that_of_its_numbers():
     losses, sums = cross_entropy.cross_entropy(scores, target, IGNORED)
     assert losses.dtype == sums.dtype == torch.float32
     torch.testing.assert_close(losses, F.cross_entropy(scores.float(), target, reduction="none"))
-    grads = cross_entropy.cross_entropy_gradients(scores, target, torch.ones(6), sums, IGNORED, 13)
-    full = cross_entropy.cross_entropy_gradients(scores.float(), target, torch.ones(6), sums, IGNORED, 13)
+    grads = cross_entropy.cross_entropy_gradients(scores, target, torch.ones(6), sums, IGNORED)
+    full = cross_entropy.cross_entropy_gradients(scores.float(), target, torch.ones(6), sums, IGNORED)
     assert torch.equal(grads, full.bfloat16())  # rounded once
 
 
@@ -464,7 +470,7 @@ def norm_inputs(shape, grad_dtype, dtype):
 
 def check_norm_sums(grads, inputs, means, scales):
     found = layer_norm.launch(grads, inputs, means, scales)
-    assert found.shape == (2, len(grads), layer_norm.parts(grads), grads.shape[2])
+    assert found.shape == (2, len(grads), layer_norm.num_blocks(grads), grads.shape[2])
     for one, other in zip(found.sum(2), layer_norm.twin(grads, inputs, means, scales), strict=True):
         assert_close(one, other, 2e-6)
 
@@ -539,7 +545,7 @@ def test_layer_norm_sums_add_up_their_parts(centred, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(layer_norm, "takes", taken)
             launched.append(arguments)
-            return layer_norm.sums_in_parts(*arguments).flip(2)  # which part holds what is of no account
+            return layer_norm.sums_by_block(*arguments).flip(2)  # which part holds what is of no account
 
     monkeypatch.setattr(layer_norm, "takes", lambda *tensors: True)
     monkeypatch.setattr(layer_norm, "launch", launch)
@@ -577,10 +583,18 @@ def compiler(tmp_path, monkeypatch):
 @pytest.mark.parametrize("positions", [1, 5])
 def test_kernels_compile_for_any_number_of_examples(compiler, count, positions):
     """Triton takes a 1 for a constant, which has no methods."""
-    numbers = dict.fromkeys(("means", "scales", "found"), "*fp32")
+    numbers = dict.fromkeys(("means", "scales", "sums"), "*fp32")
     sizes = {"positions": positions, "N": 40, "ROWS": 16, "COLUMNS": 16}
     compiler(layer_norm._sums, grads="*bf16", inputs="*fp32", **numbers, **sizes)
-    compiler(gram._pairs, lefts="*fp32", rights="*fp32", found="*fp32", count=count, T=positions, ROWS=2, COLUMNS=8)
+    compiler(gram._pairs, lefts="*fp32", rights="*fp32", sums="*fp32", batch_size=count, T=positions, ROWS=2, COLUMNS=8)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_kernels_compile_with_and_without_smoothing(compiler, smoothing):
+    pointers = {"scores": "*bf16", "target": "*i64", "sums": "*fp32"}
+    sizes = {"C": 50257, "ROW": 50264, "IGNORED": IGNORED, "SMOOTHING": smoothing, "BLOCK": BLOCK}
+    compiler(cross_entropy._losses, **pointers, losses="*fp32", **sizes)
+    compiler(cross_entropy._gradients, **pointers, upstream="*fp32", grads="*bf16", WIDTH=50264, **sizes)
 
 
 def test_a_class_that_there_is_not_stops_the_program(compiler, monkeypatch):
@@ -595,8 +609,8 @@ def test_a_class_that_there_is_not_stops_the_program(compiler, monkeypatch):
     monkeypatch.setattr(cross_entropy, "_losses", Launch())
     cross_entropy.launch(torch.ones(2, 5), torch.tensor([0, 5]), IGNORED)
     pointers = {"scores": "*bf16", "target": "*i64", "losses": "*fp32", "sums": "*fp32"}
-    found = compiler(kernel, **pointers, C=5, ROW=5, IGNORED=IGNORED, BLOCK=16, options=launches[0])
-    assert "a target is no class" in found.asm["ttir"]
+    found = compiler(kernel, **pointers, C=5, ROW=5, IGNORED=IGNORED, SMOOTHING=0.0, BLOCK=16, options=launches[0])
+    assert "a target is out of range" in found.asm["ttir"]
 
 
 @pytest.mark.parametrize("dtype", every(4, [*DTYPES, torch.float64]))
@@ -605,12 +619,14 @@ def test_operators_keep_the_rules_of_operators(dtype):
     torch.library.opcheck(gram.squares_and_sizes, sides)
     torch.library.opcheck(gram.pair_sums, (normal(3, 6, 6, dtype=dtype), normal(3, 6, 6, dtype=dtype)))
     scores, target = scores_and_targets(4, 13, dtype, width=16)
-    torch.library.opcheck(cross_entropy.cross_entropy, (scores, target, IGNORED))
-    upstream, sums = cross_entropy.cross_entropy(scores, target, IGNORED)
-    torch.library.opcheck(cross_entropy.cross_entropy_gradients, (scores, target, upstream, sums, IGNORED, 16))
+    options = IGNORED, 0.1, 13
+    upstream, sums = cross_entropy.cross_entropy(scores, target, *options)
+    torch.library.opcheck(cross_entropy.cross_entropy_gradients, (scores, target, upstream, sums, *options))
+    torch.library.opcheck(cross_entropy.cross_entropy, (scores, target, *options))
+    torch.library.opcheck(cross_entropy.cross_entropy, (scores.requires_grad_(), target, *options))
     for positions in (3, 300):
         grads, inputs = normal(2, positions, 4, dtype=dtype), normal(2, positions, 4, dtype=torch.float32)
-        torch.library.opcheck(layer_norm.sums_in_parts, (grads, inputs, inputs[..., 0], inputs[..., 1]))
+        torch.library.opcheck(layer_norm.sums_by_block, (grads, inputs, inputs[..., 0], inputs[..., 1]))
     case = (2, 3, 6, 7), 4, (3, 2), (2, 1), (1, 0), (1, 2)
     for layout in LAYOUTS:
         both = images_and_grads(*case, dtype=dtype, layout=layout)
@@ -621,7 +637,7 @@ def test_operators_keep_the_rules_of_operators(dtype):
 
 def test_gradients_of_transposed_scores_are_contiguous():
     scores, target = scores_and_targets(4, 13, torch.float64)
-    arguments = scores.mT.contiguous().mT, target, scores[:, 0], scores[:, :2].mT, IGNORED, 13
+    arguments = scores.mT.contiguous().mT, target, scores[:, 0], scores[:, :2].mT, IGNORED
     torch.library.opcheck(cross_entropy.cross_entropy_gradients, arguments)
 
 
@@ -659,13 +675,13 @@ def test_operators_behind_rewrites_and_rules_are_one_node():
 
     def entropy(scores, target):
         losses, sums = cross_entropy.cross_entropy(scores, target, IGNORED)
-        return losses, cross_entropy.cross_entropy_gradients(scores, target, losses, sums, IGNORED, 16)
+        return losses, cross_entropy.cross_entropy_gradients(scores, target, losses, sums, IGNORED)
 
     assert traced_names(entropy, scores, target) == ["qclip::cross_entropy", "qclip::cross_entropy_gradients"]
     grams = normal(3, 6, 6, dtype=torch.float32)
     assert traced_names(gram.pair_sums, grams, grams) == ["qclip::pair_sums"]
     grads, inputs, means, scales = norm_inputs((2, 300, 6), torch.bfloat16, torch.float32)
-    assert traced_names(layer_norm.sums_in_parts, grads, inputs, means, scales) == ["qclip::layer_norm_sums"]
+    assert traced_names(layer_norm.sums_by_block, grads, inputs, means, scales) == ["qclip::layer_norm_sums"]
 
 
 @pytest.mark.slow
@@ -677,7 +693,7 @@ def test_the_twins_remain_without_triton():
         from qclip.engine import kernels
         from qclip.engine.kernels.cross_entropy import cross_entropy, cross_entropy_gradients
         from qclip.engine.kernels.gram import gram_squares, pair_sums
-        from qclip.engine.kernels.layer_norm import layer_norm_sums, sums_in_parts
+        from qclip.engine.kernels.layer_norm import layer_norm_sums, sums_by_block
         from qclip.engine.kernels.windows import window_gradients, window_squares, window_sums
         assert not kernels.installed()
         assert gram_squares(torch.ones(1, 2, 3), torch.ones(1, 2, 5))[0].item() == 60
@@ -689,11 +705,11 @@ def test_the_twins_remain_without_triton():
         assert pair_sums(torch.ones(1, 3, 3), torch.ones(1, 3, 3)).sum(1).tolist() == [[9], [3]]
         losses, sums = cross_entropy(torch.zeros(1, 1), torch.tensor([0]), -100)
         assert losses.item() == sums.sum().item() == 0
-        grads = cross_entropy_gradients(torch.zeros(1, 1), torch.tensor([0]), torch.ones(1), sums, -100, 3)
+        grads = cross_entropy_gradients(torch.zeros(1, 3), torch.tensor([0]), torch.ones(1), sums, -100, 0.0, 1)
         assert grads.tolist() == [[0, 0, 0]]
         numbers = torch.tensor([[[1.0, 3.0]]])
         assert layer_norm_sums(numbers, numbers, 0.0)[0].tolist() == [[-1, 3]]
         one = torch.ones(1, 1)
-        assert sums_in_parts(numbers, numbers, one, one).tolist() == [[[[0, 6]]], [[[1, 3]]]]
+        assert sums_by_block(numbers, numbers, one, one).tolist() == [[[[0, 6]]], [[[1, 3]]]]
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)

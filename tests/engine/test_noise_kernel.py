@@ -14,9 +14,8 @@ from scipy import stats
 from engine.test_kernels import compile_for_a_gpu, interpreting
 from noise_traces import SETTINGS, TAU, assert_equally_often, assert_on_grid, finer_than_the_sum
 from qclip.engine.kernels import noise as noise_kernel
-from qclip.training import noise, noise_cpu
-from qclip.training.noise import grid_spacing
-from qclip.training.noise_source import NoiseSource
+from qclip.training import noise
+from qclip.training.noise import NoiseSource, grid_spacing
 
 N = 70_001
 """Not a whole number of blocks."""
@@ -38,7 +37,7 @@ def launched(raws, stds, scale, seed, dtype, aligned=True, fast=False, spacings=
     rows, starts, total = noise_kernel._table(tuple(raw.numel() for raw in raws), device)
     memory = torch.full((total,), torch.nan, dtype=dtype, device=device)
     addresses = torch.tensor([x.data_ptr() for x in raws], device=device)
-    numbers = noise_kernel._numbers((seed % 2**64, seed >> 64), stds, spacings, scale).to(device)
+    numbers = noise_kernel._launch_values((seed % 2**64, seed >> 64), stds, spacings, scale).to(device)
     arguments = rows, addresses, numbers, memory
     noise_kernel._add_noise[(len(rows),)](*arguments, ALIGNED=aligned, FAST=fast, BLOCK=noise_kernel.BLOCK)
     parts = [memory[start : start + raw.numel()] for start, raw in zip(starts, raws, strict=True)]
@@ -144,7 +143,7 @@ def test_the_kernel_and_its_twin_release_the_same_law(interpreter):
     """Rounded, scaled and moved alike; other random numbers. Fails one seed in 1e4."""
     raws, stds, scale = [torch.linspace(-3, 3, N)], [0.7], 0.3
     (found,) = interpreter(raws, stds, scale, 11, torch.float32)
-    (other,) = noise_cpu.noisy_sums(raws, stds, [grid_spacing(0.7)], scale, NoiseSource(0).streams(), torch.float32)
+    (other,) = noise.noisy_sums(raws, stds, [grid_spacing(0.7)], scale, NoiseSource(0).streams(), torch.float32)
     assert stats.ks_2samp(found, other.numpy()).pvalue > 1e-4
 
 
@@ -234,8 +233,8 @@ def test_release_asks_the_kernel_where_it_is_usable(monkeypatch):
     monkeypatch.setattr(noise_kernel, "noisy_sums", noisy_sums)
     tensors = {"a": torch.zeros(3), "b": torch.zeros(4), "c": torch.zeros(2, dtype=torch.float64), "d": torch.zeros(5)}
     value = noise.BoundedSum(tensors, dict.fromkeys(tensors, 0), (2.0,), (14,))
-    like = {"d": torch.zeros(5, dtype=torch.bfloat16)}
-    noisy = noise.release(value, 1.5, NoiseSource(0), divisor=4.0, like=like)
+    dtypes = {"d": torch.bfloat16}
+    noisy = noise.release(value, 1.5, NoiseSource(0), divisor=4.0, dtypes=dtypes).tensors
     fine = 2.0**-17
     assert asked == [
         (2, (0.75, 0.75), (fine, fine), 0.25, torch.float32),

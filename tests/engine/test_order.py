@@ -59,7 +59,7 @@ def step(checkpointed, groups):
         return model(batch).square().mean((1, 2))
 
     driver = Compiled(Engine(model, groups=groups))
-    with mock.patch("qclip.engine.compiled.driver.machine_code", keep):
+    with mock.patch("qclip.engine.compiled.driver.compile_graph", keep):
         found = driver.clipped(evaluate, x, 0.05)
     expected = driver.engine.clipped(evaluate, x, 0.05)
     for name, value in expected.sums.items():

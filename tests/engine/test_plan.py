@@ -16,7 +16,8 @@ from qclip.engine import Engine, Refusal, clipped_gradients, oracle
 from qclip.engine import batch as batches
 from qclip.engine.gradients.layouts import Axis, Flat
 from qclip.engine.proof.perturbation import perturbed
-from qclip.engine.proof.proof import _projected, halves
+from qclip.engine.proof.separation import separating_subsets
+from qclip.engine.proof.traces import project
 from qclip.engine.randomness import SameDraws
 
 MIXED = r"examples mix|cannot be attributed"
@@ -55,7 +56,7 @@ def leak(h, pair, detached):
     ("B", "count"), [(2, 2), (3, 3), (4, 4), (6, 4), (7, 5), (10, 5), (11, 6), (32, 7), (126, 9), (127, 10), (256, 11)]
 )
 def test_of_any_two_examples_some_half_has_the_one_and_not_the_other(B, count):
-    found = torch.stack(halves(B, torch.zeros(B, dtype=torch.float64)))
+    found = torch.stack(separating_subsets(B, torch.zeros(B, dtype=torch.float64)))
     assert found.shape == (count, B)
     assert found.dtype == torch.float64
     assert set(found.unique().tolist()) == {0, 1}
@@ -71,7 +72,7 @@ def test_any_two_examples_that_mix_are_told_apart(B, detached):
     """In either direction."""
     for pair in itertools.permutations(range(B), 2):
         if pair[0] > pair[1] and B > 5:
-            continue  # the halves of the batch know no order
+            continue  # the subsets of the batch know no order
         model = Net(lambda n, x, pair=pair: leak(n.one(x), pair, detached), one=nn.Linear(3, 2))
         mixes(model, torch.randn(B, 3))
 
@@ -222,7 +223,7 @@ def test_a_gradient_that_depends_on_how_many_others_there_are(where, B):
     share = lambda h: h / len(h)  # noqa: E731
     model = Net(lambda n, x: share(n.one(x)) if where == "model" else n.one(x), one=nn.Linear(D, P))
     loss = lambda o, t: share(squared(o, t)) if where == "loss" else squared(o, t)  # noqa: E731
-    with pytest.raises(Refusal, match=r"depends on how many others there are.*Reduce over each example only"):
+    with pytest.raises(Refusal, match=r"depends on the batch size.*Reduce over each example only"):
         clipped_gradients(model, loss, torch.randn(B, D), torch.randn(B), 1.0)
 
 
@@ -477,7 +478,7 @@ def test_a_few_examples_may_round_in_another_way_at_another_size(ties, refused):
     model, x, y = Flips(), torch.randn(40, 4), torch.zeros(40, 1)
     loss = nn.MSELoss(reduction="none")
     if refused:
-        with pytest.raises(Refusal, match="depends on how many others there are"):
+        with pytest.raises(Refusal, match="depends on the batch size"):
             clipped_gradients(model, lambda a, b: loss(a, b).sum(1), x, y, 1.0)
     else:
         clipped_gradients(model, lambda a, b: loss(a, b).sum(1), x, y, 1.0)
@@ -487,8 +488,8 @@ def test_draws_of_the_proof_are_not_those_of_the_model():
     """Three rows for a direction in three dimensions are no rows of three examples."""
     row, cpu = torch.randn(1, 3), torch.device("cpu")
     with SameDraws(3, cpu) as first:
-        three = _projected(row.expand(3, 3))
+        three = project(row.expand(3, 3))
     with SameDraws(4, cpu, first.drawn):
-        four = _projected(row.expand(4, 3))
+        four = project(row.expand(4, 3))
     torch.testing.assert_close(three[0], four[0])
-    torch.testing.assert_close(three[0], _projected(row)[0])
+    torch.testing.assert_close(three[0], project(row)[0])

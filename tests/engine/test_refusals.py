@@ -24,7 +24,7 @@ from engine.cases.case import D, P, V, frozen, ids, param, squared
 from engine.cases.hidden import Product
 from engine.compare import assert_same
 from qclip.engine import Dense, Engine, Outer, Refusal, clipped_gradients, explain, oracle, register_rule
-from qclip.engine.capture import running_state
+from qclip.engine.capture.checks import running_state_remedy
 from qclip.engine.gradients.rules import unregister_rule
 from qclip.engine.proof.perturbation import perturbed
 
@@ -300,9 +300,9 @@ def test_running_statistics(make, shape, remedy, declared):
 
 def test_synchronised_batch_norm():
     """It runs on a GPU only, in training mode; its refusal is the same."""
-    assert "GroupNorm" in running_state.remedy(nn.SyncBatchNorm(D), "running_mean")
-    assert "GroupNorm" in running_state.remedy(nn.LazyBatchNorm2d(), "num_batches_tracked")
-    assert running_state.remedy(nn.BatchNorm1d(D), "weight") is None
+    assert "GroupNorm" in running_state_remedy(nn.SyncBatchNorm(D), "running_mean")
+    assert "GroupNorm" in running_state_remedy(nn.LazyBatchNorm2d(), "num_batches_tracked")
+    assert running_state_remedy(nn.BatchNorm1d(D), "weight") is None
 
 
 def test_batch_norm_as_the_model():
@@ -604,7 +604,12 @@ def test_not_the_same_sites_twice():
 
     model = Net(forward, one=nn.Linear(D, D))
     model.turn = False
-    refuse(model, "did not do the same twice", "nothing but its inputs, its parameters and", "random numbers")
+    refuse(
+        model,
+        "two runs of the model on the same batch differ",
+        "nothing but its inputs, its parameters and",
+        "random numbers",
+    )
 
 
 def test_other_rows_at_the_parameters_of_the_proof():
@@ -659,7 +664,7 @@ def test_not_the_same_values_twice():
     """Numbers from a generator of one's own cannot be drawn again."""
     numbers = random.Random(0)
     model = Net(lambda n, x: n.one(x) * numbers.random(), one=nn.Linear(D, P))
-    refuse(model, "did not do the same twice", "random numbers")
+    refuse(model, "two runs of the model on the same batch differ", "random numbers")
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_an_input_gradient_is_a_transposed_convolution(layer, monkeypatch):
         graphs.append(graph)
         return graph
 
-    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", compile)
+    monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", compile)
     spatial = layer.weight.dim() - 2
     before = type(layer)(2, 3, 3, padding=1)
     pair = Pair(nn.Sequential(before, nn.Tanh(), layer, nn.Flatten()))

@@ -12,9 +12,10 @@ from torch import nn
 from engine.cases import squared
 from engine.driven import Pair, as_traced
 from qclip.engine.gradients import clipping
-from qclip.engine.gradients.forms import Dense, Outer, lengths, square_sums
+from qclip.engine.gradients.forms import Dense, Outer
 from qclip.engine.gradients.parts import Part
 from qclip.engine.groups import Groups
+from qclip.engine.kernels.products import lengths, square_sums
 from qclip.thresholds.threshold import Slack
 
 NEAR = (0.3, 1 - 1e-6, 1 - 1e-7, 1.0, 1 + 1e-7, 1 + 5e-7)
@@ -102,7 +103,7 @@ def test_norms_of_rows_of_any_length(shape):
 @pytest.mark.parametrize("groups", ["flat", "per-layer"])
 @pytest.mark.parametrize("door", ["eager", "compiled"])
 def test_a_step_of_either_driver_keeps_to_its_bounds(monkeypatch, door, groups):
-    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
+    monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", as_traced)
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv1d(2, 6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 40), nn.LayerNorm(40), nn.Tanh(), nn.Linear(40, 1)

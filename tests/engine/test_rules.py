@@ -368,7 +368,7 @@ def check(model, data, way="rule"):
     targets = torch.randn(B)
     found = clipped_gradients(model, squared, data, targets, 0.5)
     assert_same(found, oracle.clipped_gradients(model, squared, data, targets, 0.5), rtol=2e-5)
-    ways = {row.name: row.way for row in explain(model, data).parameters}
+    ways = {row.name: row.strategy for row in explain(model, data).parameters}
     assert ways["p"] == way
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from engine.cases import Net, squared
 from engine.driven import Pair, as_traced, batch
-from qclip.engine import clipped_gradients, tf32
-from qclip.engine.kernels.products import doubt
+from qclip.engine import clipped_gradients, torch_settings
+from qclip.engine.kernels.products import relative_error_bound
 
 MATMUL = torch.backends.cuda.matmul
 OLDER = {
@@ -21,46 +21,46 @@ NEWER = {"fp32_precision": lambda: setattr(MATMUL, "fp32_precision", "tf32")}
 
 def used():
     """By torch's products, at this moment."""
-    return tuple(switch.fp32_precision for switch in tf32._switches())
+    return tuple(switch.fp32_precision for switch in torch_settings._tf32_switches())
 
 
 @pytest.fixture(autouse=True)
 def _as_before():
-    before = tf32.settings()
+    before = torch_settings.tf32_settings()
     yield
     torch.set_float32_matmul_precision("highest")
-    for switch, setting in zip(tf32._switches(), before, strict=True):
+    for switch, setting in zip(torch_settings._tf32_switches(), before, strict=True):
         switch.fp32_precision = setting
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_by_default_convolutions_use_it_and_products_do_not():
-    assert not tf32.in_products()
-    assert tf32.anywhere(torch.device("cuda"))
-    assert not tf32.anywhere(torch.device("cpu"))
+    assert not torch_settings.tf32_in_products()
+    assert torch_settings.tf32_anywhere(torch.device("cuda"))
+    assert not torch_settings.tf32_anywhere(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("choose", (OLDER | NEWER).values(), ids=OLDER | NEWER)
 def test_it_is_read_whichever_way_it_was_chosen(choose):
     choose()
-    before = tf32.settings()
-    assert tf32.in_products()
-    with tf32.off():
+    before = torch_settings.tf32_settings()
+    assert torch_settings.tf32_in_products()
+    with torch_settings.without_tf32():
         assert set(used()) == {"ieee"}
-        assert tf32.settings() == before  # as it was chosen: norms of other threads' steps allow for it
-    assert used() == tf32.settings() == before
+        assert torch_settings.tf32_settings() == before  # as it was chosen: norms of other threads' steps allow for it
+    assert used() == torch_settings.tf32_settings() == before
 
 
 def test_threads_do_not_put_back_what_others_have_set():
     inside, leave = threading.Event(), threading.Event()
 
     def stay():
-        with tf32.off():
+        with torch_settings.without_tf32():
             inside.set()
             leave.wait()
 
     before = used()
-    with tf32.off():
+    with torch_settings.without_tf32():
         other = threading.Thread(target=stay)
         other.start()
         inside.wait()
@@ -73,7 +73,7 @@ def test_threads_do_not_put_back_what_others_have_set():
 @pytest.mark.parametrize("choose", OLDER.values(), ids=OLDER)
 def test_the_older_names_still_work_afterwards(choose):
     choose()
-    with tf32.off():
+    with torch_settings.without_tf32():
         pass
     assert MATMUL.allow_tf32
     assert torch.get_float32_matmul_precision() == "high"
@@ -95,7 +95,7 @@ def test_proofs_are_made_without_it():
 
 @pytest.mark.parametrize("choose", NEWER.values(), ids=NEWER)
 def test_a_compiled_step_is_compiled_for_it(choose, monkeypatch):
-    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
+    monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", as_traced)
     pair = Pair(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)))
     pair.compiled(*batch(7, 6))
     choose()
@@ -103,7 +103,7 @@ def test_a_compiled_step_is_compiled_for_it(choose, monkeypatch):
     assert len(pair.driver._steps) == 2
 
 
-def test_on_a_cpu_nothing_is_doubted_because_of_it():
-    exact = doubt(torch.zeros(1))
+def test_on_a_cpu_it_does_not_change_the_error_bound():
+    exact = relative_error_bound(torch.zeros(1))
     MATMUL.fp32_precision = "tf32"
-    assert doubt(torch.zeros(1)) == exact
+    assert relative_error_bound(torch.zeros(1)) == exact

@@ -11,7 +11,7 @@ from torch import nn
 
 import qclip
 from qclip.engine import Engine
-from qclip.engine.torch_versions import NEWEST, OLDEST, warn_if_untested
+from qclip.engine.torch_settings import NEWEST, OLDEST, warn_if_untested
 
 ROOT = Path(__file__).parents[2]
 RANGE = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"

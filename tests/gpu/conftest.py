@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gpu.device import DEVICE, ON_GPU, missing
-from qclip.engine import tf32
+from qclip.engine import torch_settings
 
 HERE = Path(__file__).parent
 LOG = os.environ.get("QCLIP_TEST_LOG")
@@ -49,5 +49,5 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def _exact_products():
     """Without TF32, which torch allows in convolutions; a test of TF32 asks for it."""
     torch.manual_seed(0)
-    with tf32.using("ieee"):
+    with torch_settings.fp32_precision("ieee"):
         yield

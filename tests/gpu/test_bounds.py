@@ -27,11 +27,11 @@ from engine.test_products import (
     true_grads,
 )
 from gpu.device import DEVICE, ON_GPU, cuda_only
-from qclip.engine import tf32
+from qclip.engine import torch_settings
 from qclip.engine.gradients.convolutions import Geometry, Windows
 from qclip.engine.gradients.forms import Outer
 from qclip.engine.kernels import products
-from qclip.engine.kernels.gram import wins
+from qclip.engine.kernels.gram import kernel_is_faster
 
 pytestmark = pytest.mark.gpu
 
@@ -51,7 +51,7 @@ def native(monkeypatch):
 def test_norms_by_the_gram_kernel(positions):
     """Where it is chosen over whole matrices; sizes that are no multiple of a tile too."""
     form = outer(5, positions, 40, 56)
-    assert wins(form.left[:, 0], form.right[:, 0])
+    assert kernel_is_faster(form.left[:, 0], form.right[:, 0])
     norms, scaled = (squares.sqrt().double() for squares in form.gram_norms())
     truth = torch.linalg.vector_norm(true_grads(form).flatten(1), dim=1)
     assert (norms >= truth * (1 - 1e-7)).all()
@@ -96,11 +96,11 @@ def _bf16(*shape, seed=0):
 @cuda_only("TF32")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("positions", [5, 64, 300])
-def test_norms_leave_room_for_tf32(positions, method):
-    """Products in float32 are rounded to 10 bits in norm and sum: reported norms have the room too."""
+def test_norms_have_a_margin_for_tf32(positions, method):
+    """Products in float32 are rounded to 10 bits in norm and sum: reported norms have the margin too."""
     form = outer(5, positions, 40, 56)
     form = Outer(*(x + 1e-3 * torch.rand_like(x) for x in (form.left.float(), form.right.float())), form.shape)
-    with tf32.using("tf32"):
+    with torch_settings.fp32_precision("tf32"):
         squares = METHODS[method](form)
         assert_bounded(form, squares, tries=5)
     assert squares.is_exact
@@ -117,6 +117,6 @@ def test_tf32_is_there_to_be_dealt_with():
     exact = (x.double() @ x.double()).abs().max()
     errors = []
     for precision in ("ieee", "tf32"):
-        with tf32.using(precision):
+        with torch_settings.fp32_precision(precision):
             errors.append(float((x @ x - x.double() @ x.double()).abs().max() / exact))
     assert errors[0] < 1e-5 < errors[1]

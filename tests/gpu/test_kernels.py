@@ -9,7 +9,7 @@ import torch
 from engine import test_kernels as checks
 from engine.test_kernels import BLOCK, GEOMETRIES, IGNORED, normal
 from gpu.device import DEVICE, ON_GPU, cuda_only, require_memory
-from qclip.engine import kernels, tf32
+from qclip.engine import kernels, torch_settings
 from qclip.engine.kernels import cross_entropy, gram, layer_norm, windows
 
 pytestmark = pytest.mark.gpu
@@ -101,7 +101,7 @@ def test_windows_of_any_strides(run):
 
 def test_windows_in_a_small_tiling(run):
     case = (2, 5, 8, 7), 20, (3, 3), (1, 1), (1, 1), (1, 1)
-    run(checks.check_windows, torch.bfloat16, torch.channels_last, windows.Tiling(16, 64, 32, 4, 2), *case)
+    run(checks.check_windows, torch.bfloat16, torch.channels_last, windows.WindowTiling(16, 64, 32, 4, 2), *case)
 
 
 def test_windows_of_no_examples(run):
@@ -167,7 +167,7 @@ def check_exactness():
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_float32_is_exact_with_and_without_tf32(run, precision):
     """CUDA only: that TF32 is there at all (test_bounds.py)."""
-    with tf32.using(precision):
+    with torch_settings.fp32_precision(precision):
         run(check_exactness)
 
 
@@ -208,8 +208,8 @@ def test_numbers_beyond_32_bits():
         checks.assert_close(losses[-3:], expected, 1e-6)
         last = slice(len(rows) - 3, None)
         upstream = torch.ones(len(rows))
-        found = cross_entropy.cross_entropy_gradients(rows, target, upstream, sums, IGNORED, 50_257)[last]
-        arguments = rows[last], target[last], upstream[last], sums[:, last], IGNORED, 50_257
+        found = cross_entropy.cross_entropy_gradients(rows, target, upstream, sums, IGNORED)[last]
+        arguments = rows[last], target[last], upstream[last], sums[:, last], IGNORED
         checks.assert_close(found, cross_entropy.twin_gradients(*arguments), torch.finfo(torch.bfloat16).eps)
         del found
         positions = big.view(-1, 256, 128)  # [examples, positions, numbers]

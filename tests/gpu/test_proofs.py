@@ -7,7 +7,7 @@ from torch import nn
 from engine.cases import squared
 from engine.cases.case import token_loss
 from gpu.device import DEVICE, ON_GPU, cuda_only
-from qclip.engine import Engine, tf32
+from qclip.engine import Engine, torch_settings
 from qclip.engine.driver import call
 
 pytestmark = pytest.mark.gpu
@@ -75,11 +75,11 @@ def test_autocast_is_proven_every_time():
 def test_settings_are_as_before(precision):
     """TF32, the level of determinism, and where the generators stand."""
     model, (x, y) = transformer(torch.float32), sequences(torch.float32)
-    with tf32.using(precision):
-        before = tf32.settings()
+    with torch_settings.fp32_precision(precision):
+        before = torch_settings.tf32_settings()
         states = torch.get_rng_state(), torch.cuda.get_rng_state() if ON_GPU else None
         proven(model, squared, x, y)
-        assert tf32.settings() == tf32._now() == before
+        assert torch_settings.tf32_settings() == torch_settings._current_tf32() == before
         assert torch.get_deterministic_debug_mode() == 0
         assert torch.equal(torch.get_rng_state(), states[0])
         assert not ON_GPU or torch.equal(torch.cuda.get_rng_state(), states[1])

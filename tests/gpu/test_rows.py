@@ -14,7 +14,7 @@ from engine.row import SHIELDED
 from engine.test_rows import NOT_IN_BFLOAT16
 from gpu.device import DEVICE, ON_GPU, cuda_only, placed
 from qclip.engine import batch as batches
-from qclip.engine import tf32
+from qclip.engine import torch_settings
 from qclip.engine.driver import call
 
 pytestmark = [pytest.mark.gpu, *quiet]
@@ -129,7 +129,7 @@ def test_no_example_counts_for_more_than_the_bound_in_bfloat16(case):
 @by_id(SAMPLE)
 def test_no_example_counts_for_more_than_the_bound_with_tf32(case):
     problem = placed(case.build())
-    with tf32.using("tf32"):
+    with torch_settings.fp32_precision("tf32"):
         assert_bounded(case, problem, 0.9 * middle(case, problem))
 
 

@@ -11,8 +11,10 @@ from torch import nn
 from engine.compare import distance
 from engine.driven import Pair, as_traced
 from gpu.device import DEVICE, ON_GPU, cuda_only
+from qclip.engine.capture import substitutes
+from qclip.engine.compiled import driver
+from qclip.engine.compiled.backend import Replay
 from qclip.engine.compiled.driver import Step
-from qclip.engine.compiled.replay import Replay
 
 pytestmark = pytest.mark.gpu
 
@@ -100,7 +102,7 @@ def _compiler():
     """The traced graph runs as it is where there is no GPU; that it can be compiled is tested elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
         if not ON_GPU:
-            patch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
+            patch.setattr("qclip.engine.compiled.driver.compile_graph", as_traced)
         yield
 
 
@@ -271,3 +273,46 @@ def test_random_numbers_of_a_replay():
     assert not torch.allclose(runs[0][0], runs[2][0])
     (step,) = driven.steps
     assert step.draws
+
+
+SPELLINGS = {
+    "transposed": lambda scores, labels: F.cross_entropy(scores.float().transpose(1, 2), labels, reduction="none"),
+    "not-converted": lambda scores, labels: F.cross_entropy(scores.mT, labels, reduction="none"),
+    "smoothed": lambda scores, labels: F.cross_entropy(
+        scores.float().view(-1, CLASSES), labels.flatten(), reduction="none", label_smoothing=0.1
+    ).view(labels.shape),
+    "in-two-steps": lambda scores, labels: F.nll_loss(
+        scores.float().log_softmax(-1).flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(labels.shape),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.parametrize("autocast", [False, True], ids=["bfloat16", "autocast"])
+def test_cross_entropy_over_many_classes(name, autocast, monkeypatch):
+    """However it is written, by the kernels, from scores in 16 bits of a widened layer."""
+    graphs = []
+    compile_graph = driver.compile_graph
+
+    def kept(graph, *rest):
+        graphs.append(graph)
+        return compile_graph(graph, *rest)
+
+    monkeypatch.setattr(driver, "compile_graph", kept)
+    if not ON_GPU:
+        monkeypatch.setattr(substitutes, "has_many_classes", lambda scores: True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 64), nn.GELU(), nn.Linear(64, CLASSES)).to(DEVICE)
+    model = model if autocast else model.to(torch.bfloat16)
+    x = random(SLOTS, LENGTH, 20, dtype=torch.float32 if autocast else torch.bfloat16)
+    y = random(SLOTS, LENGTH, high=CLASSES)
+    y[1, 3:] = -100
+    pair = Pair(model, lambda scores, labels: SPELLINGS[name](scores, labels).float().mean(1))
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
+        found, expected = pair.compiled(x, y, 0.5), pair.expected(x, y, 0.5)
+    operations = {str(node.target) for node in graphs[0].graph.nodes}
+    assert "qclip.cross_entropy.default" in operations
+    assert not any("log_softmax" in operation for operation in operations)
+    torch.testing.assert_close(found.norms, expected.norms, rtol=0.05, atol=1e-6)
+    torch.testing.assert_close(found.losses, expected.losses, rtol=0.05, atol=1e-6)
+    assert distance(found, expected) <= 0.05 * float(expected.norms.clamp(max=0.5).sum())

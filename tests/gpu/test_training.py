@@ -15,7 +15,7 @@ from engine.driven import as_traced
 from gpu.device import DEVICE, ON_GPU, cuda_only
 from qclip.thresholds import Constant, PrivateQuantile
 from qclip.training.data_fingerprint import DataFingerprint
-from qclip.training.noise_source import NoiseSource
+from qclip.training.noise import NoiseSource
 from training.test_compile import (
     assert_same_run,
     dataset,
@@ -36,7 +36,7 @@ EITHER = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compil
 def _compiler(monkeypatch):
     """The traced graph runs as it is where there is no GPU."""
     if not ON_GPU:
-        monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
+        monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", as_traced)
 
 
 def on_device(*middle, **settings):

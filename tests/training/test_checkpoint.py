@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from qclip.engine.randomness import RandomState
 from qclip.training import checkpoint
 
 CONTENT = {"training": {"state": (1.0, "a"), "history": [{"tau": (0.5,)}]}, "model": {"weight": torch.arange(300.0)}}
@@ -113,12 +114,12 @@ def test_a_newer_version_is_refused(path, monkeypatch):
 
 
 def test_random_states_come_back(path):
-    checkpoint.write(path, {"random": checkpoint.random_states()})
+    checkpoint.write(path, {"random": RandomState.now().state_dict()})
 
     def draw():
         return torch.rand(3).tolist(), np.random.rand(3).tolist(), [random.random() for _ in range(3)]  # noqa: NPY002
 
     first = draw()
     assert draw() != first
-    checkpoint.restore_random_states(checkpoint.read(path)["random"])
+    RandomState.from_state_dict(checkpoint.read(path)["random"]).restore()
     assert draw() == first

@@ -30,7 +30,7 @@ Z = 0.5
 @pytest.fixture
 def traced(monkeypatch):
     """The traced graph runs as it is."""
-    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", as_traced)
+    monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", as_traced)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_the_run_is_the_same(name, groups, traced, steps):
 
 @pytest.mark.parametrize("door", [fused, inside])
 def test_both_doors(door, traced, steps):
-    assert_same_run(*both(door, normalize=True, step_size=lambda step: 0.1 / (1 + step)))
+    assert_same_run(*both(door, rescale_to_unit_norm=True, step_size=lambda step: 0.1 / (1 + step)))
     assert steps
 
 
@@ -159,7 +159,7 @@ def test_modes_are_those_of_the_compiler(mode, monkeypatch):
         asked.append(options)
         return graph
 
-    monkeypatch.setattr("qclip.engine.compiled.driver.machine_code", compile)
+    monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", compile)
     fused(*make(compile=mode))
     (options,) = asked
     assert bool(options.get("max_autotune")) == mode.startswith("max-autotune")
@@ -246,7 +246,7 @@ def test_a_model_without_finite_gradients_is_refused(traced):
         model[0].weight.fill_(torch.nan)
     training, *rest = make(model=model, compile=True)
     with (
-        pytest.warns(UserWarning, match="do not prove which rows are whose"),
+        pytest.warns(UserWarning, match="could not attribute rows to examples"),
         pytest.raises(ValueError, match="not finite for any example"),
     ):
         fused(training, *rest)

@@ -11,13 +11,14 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from qclip.training import checkpoint, data_fingerprint
+from qclip.engine.randomness import RandomState
+from qclip.training import data_fingerprint
 from qclip.training.data_fingerprint import SAMPLE, DataFingerprint
-from qclip.training.dataset_parts import parts
+from qclip.training.dataset import dataset_parts
 from qclip.training.rows import Repeated
 
 SEED = np.random.SeedSequence(5)
-CHANGED = r"dataset = 'changed' must be the one that .* put back the data that the run began with"
+CHANGED = r"dataset has changed since the checkpoint .* put back the data that the run began with"
 
 
 def tensors(size=1000):
@@ -90,7 +91,7 @@ def test_labels_order_length_and_dtype_count():
 def test_rows_are_seen_below_wrappers_where_they_are_used(wrap):
     x, y = tensors()
     before = digests(wrap(TensorDataset(x, y)))["rows"]
-    used = {int(place) for part in parts(wrap(TensorDataset(x, y))) if len(part.base) == 1000
+    used = {int(place) for part in dataset_parts(wrap(TensorDataset(x, y))) if len(part.base) == 1000
             for place in (range(1000) if part.indices is None else part.indices)}  # fmt: skip
     for place in (min(used), max(used)):
         moved = x.clone()
@@ -155,10 +156,10 @@ class Augmented(TensorDataset):
 def test_random_transforms_by_global_generators_come_again_and_leave_them_alone():
     x, y = tensors()
     torch.manual_seed(1)
-    states = checkpoint.random_states()
+    states = RandomState.now().state_dict()
     before = digests(Augmented(x, y))
     assert set(before) == {"rows", "items"}
-    assert same(checkpoint.random_states(), states)
+    assert same(RandomState.now().state_dict(), states)
     torch.manual_seed(2)
     assert digests(Augmented(x, y)) == before
     assert digests(Augmented(x + 1, y))["items"] != before["items"]
@@ -188,9 +189,9 @@ class InWorkers(Items):
 
 
 def test_what_cannot_be_fetched_here_is_left_out():
-    states = checkpoint.random_states()
+    states = RandomState.now().state_dict()
     assert digests(InWorkers([0, 1])) == {}
-    assert same(checkpoint.random_states(), states)
+    assert same(RandomState.now().state_dict(), states)
 
 
 def test_tensors_without_plain_bytes_are_left_to_the_items():
@@ -240,5 +241,5 @@ print(DataFingerprint(items).under(np.random.SeedSequence(5))["items"])
 def test_it_is_computed_once(monkeypatch):
     found = DataFingerprint(TensorDataset(*tensors()))
     first = found.under(SEED)
-    monkeypatch.setattr(data_fingerprint, "_of_rows", lambda *_: pytest.fail("again"))
+    monkeypatch.setattr(data_fingerprint, "_rows_digest", lambda *_: pytest.fail("again"))
     assert found.under(np.random.SeedSequence(5)) == first

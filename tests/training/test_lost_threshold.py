@@ -169,7 +169,7 @@ def rare(threshold=P7, *, steps=90, share=0.05, groups="flat"):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     training = make_private(
         model, optimizer, TensorDataset(inputs, targets), loss=nn.CrossEntropyLoss(), batch_size=500, steps=steps,
-        noise_multiplier=1.0, delta=1e-4, threshold=threshold, normalize=True, groups=groups, seed=0,
+        noise_multiplier=1.0, delta=1e-4, threshold=threshold, rescale_to_unit_norm=True, groups=groups, seed=0,
     )  # fmt: skip
     return model, optimizer, training
 

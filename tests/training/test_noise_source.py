@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from qclip.thresholds import PrivateQuantile
-from qclip.training.noise import BoundedSum, release
-from qclip.training.noise_source import NoiseSource
+from qclip.training.noise import NoiseSource, release
+from qclip.training.sums import BoundedSum
 from training.test_resume import Run
 
 N = 50_000
@@ -17,7 +17,7 @@ N = 50_000
 def noise(source, size=1000):
     """What a release of this source adds."""
     value = BoundedSum({"a": torch.zeros(size, dtype=torch.float64)}, {"a": 0}, (1.0,), (size,))
-    return release(value, 1.0, source)["a"].numpy()
+    return release(value, 1.0, source).tensors["a"].numpy()
 
 
 def correlation(a, b):

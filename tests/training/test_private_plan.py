@@ -2,8 +2,7 @@ import pytest
 
 from qclip import accounting
 from qclip.thresholds import Conditions, PrivateQuantile
-from qclip.training.plan import plan_training
-from qclip.training.private_plan import plan_private
+from qclip.training.plan import plan_private, plan_training
 
 NOISE = {"noise_multiplier": 2.0, "delta": 1e-5}
 

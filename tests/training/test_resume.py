@@ -183,7 +183,7 @@ def test_another_model_or_other_names_are_refused(tmp_path):
         training.load(path, **run.others)
 
 
-CHANGED = r"dataset = 'changed' must be the one that .*; put back the data that the run began with"
+CHANGED = r"dataset has changed since the checkpoint .*: put back the data that the run began with"
 
 
 @pytest.mark.parametrize("flipped", [1, 399])
@@ -242,7 +242,7 @@ def test_batches_handed_out_before_a_load_are_void(tmp_path):
     run = Run(PrivateQuantile(0.5))
     batch = next(iter(run.training.loader))
     run.training.load(path, **run.others)
-    with pytest.raises(ValueError, match="without a ticket"):
+    with pytest.raises(ValueError, match=r"batch is not an unused batch of training.loader"):
         run.training.step(batch)
 
 
@@ -252,7 +252,7 @@ def test_raw_sums_are_not_in_the_state():
     state = run.training.state_dict()
     assert state["history"] == []
     assert set(state) == {
-        "plan", "threshold", "groups", "rows_per_example", "normalize", "schedules",
+        "plan", "threshold", "groups", "rows_per_example", "rescale_to_unit_norm", "schedules",
         "execution", "threshold_state", "history", "departure", "secrets",
     }  # fmt: skip
 
@@ -261,7 +261,9 @@ def test_a_gradient_that_is_released_and_not_applied_is_not_lost(tmp_path):
     run = Run(PrivateQuantile(0.5))
     x, y = next(iter(run.training.loader))
     run.training.loss(run.model(x), y).backward()
-    with pytest.raises(ValueError, match=r"released gradient = 'not yet applied'.*call optimizer.step"):
+    with pytest.raises(
+        ValueError, match=r"released gradient was not applied before the state is taken: call optimizer.step"
+    ):
         run.training.save(tmp_path / "run.pt")
     run.optimizer.step()
     run.training.save(tmp_path / "run.pt")
@@ -326,7 +328,10 @@ DRAWING = {
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"physical_batch_size": 17}, r"physical_batch_size = 17 must be None, as in the checkpoint; give it the same"),
+        (
+            {"physical_batch_size": 17},
+            r"physical_batch_size = 17 must be None, as in the checkpoint; pass the same value",
+        ),
         ({"compile": "default", "physical_batch_size": 60}, "physical_batch_size = 60 must be None"),
     ],
 )

@@ -17,16 +17,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from qclip.training.sampling import (
-    PoissonSampler,
-    Ticket,
-    TicketLoader,
-    Tickets,
-    UniformSampler,
-    cut,
-    dataset_size,
-    fixed_size,
-)
+from qclip.training.dataset import dataset_size
+from qclip.training.loader import Ticket, TicketLoader, Tickets, cut
+from qclip.training.plan import TrainingPlan
+from qclip.training.sampling import PoissonSampler, UniformSampler, fixed_size
 
 N, RATE = 200, 0.1
 
@@ -40,7 +34,9 @@ def numbers(size=N):
 
 
 def loader(source, *, drawn=None, physical_batch_size=None, steps=range(5)):
-    return TicketLoader(source, drawn or sampler(), physical_batch_size=physical_batch_size, span=lambda: steps)
+    plan = TrainingPlan(N, 20, steps.stop, steps_per_pass=max(steps.stop, 1), noise_multiplier=0.0, delta=1e-5)
+    done = range(steps.start)
+    return TicketLoader(source, drawn or sampler(), plan, done=done, physical_batch_size=physical_batch_size)
 
 
 def test_examples_join_independently_with_the_stated_probability():
@@ -107,14 +103,14 @@ def test_a_logical_batch_is_cut_without_loss(size, width):
     parts = list(cut(indices, 7, width))
     tickets = [ticket for _, ticket in parts]
     assert [ticket.last for ticket in tickets] == [False] * (len(parts) - 1) + [True]
-    assert [(ticket.step, ticket.part) for ticket in tickets] == [(7, part) for part in range(len(parts))]
-    assert sum(ticket.size for ticket in tickets) == size
-    assert all(len(chosen) == ticket.rows <= (width or 40) for chosen, ticket in parts)
+    assert [(ticket.step, ticket.position) for ticket in tickets] == [(7, part) for part in range(len(parts))]
+    assert sum(ticket.num_examples for ticket in tickets) == size
+    assert all(len(chosen) == ticket.num_slots <= (width or 40) for chosen, ticket in parts)
     if size:
         assert [index for chosen, _ in parts for index in chosen] == indices.tolist()
     else:
         assert [chosen for chosen, _ in parts] == [[0]]
-        assert not tickets[0].mask(torch.device("cpu")).any()
+        assert not tickets[0].is_counted(torch.device("cpu")).any()
 
 
 def test_batches_are_those_that_were_drawn():
@@ -137,7 +133,7 @@ def test_a_data_loader_keeps_its_collate_function_and_workers(workers):
         found = []
         for batch in again:
             ticket = again.tickets.redeem(batch)
-            assert ticket.rows == len(batch["double"])
+            assert ticket.num_slots == len(batch["double"])
             found.append(batch["double"])
         assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
@@ -178,16 +174,18 @@ def test_the_size_is_that_of_the_data_set():
 
 def test_a_batch_without_a_ticket_is_refused():
     tickets = Tickets()
-    with pytest.raises(ValueError, match=r"batch = 'without a ticket' must be one that training.loader gave"):
+    with pytest.raises(
+        ValueError, match=r"batch is not an unused batch of training.loader: use each of its batches once"
+    ):
         tickets.redeem(torch.zeros(3))
 
 
 def test_a_batch_of_another_size_is_refused():
     tickets = Tickets()
     tickets.issue(Ticket(0, 0, 5, last=True), torch.zeros(5, 2))
-    with pytest.raises(ValueError, match=r"tensors of shapes \[\(4, 2\)\]' must be of 5 examples"):
+    with pytest.raises(ValueError, match=r"tensors of shapes \[\(4, 2\)\], but .* has 5 examples"):
         tickets.redeem(torch.zeros(4, 2))
-    assert tickets.redeem((torch.zeros(5, 9), torch.tensor(1))).size == 5
+    assert tickets.redeem((torch.zeros(5, 9), torch.tensor(1))).num_examples == 5
 
 
 def test_a_skipped_batch_is_noticed():
@@ -195,7 +193,7 @@ def test_a_skipped_batch_is_noticed():
     shared = torch.arange(3)
     tickets.issue(Ticket(0, 0, 5, last=True), (first, shared))
     tickets.issue(Ticket(1, 0, 5, last=True), (second, shared))
-    with pytest.raises(ValueError, match="batch = 'a later one' must be the first that was not used; use every batch"):
+    with pytest.raises(ValueError, match=r"batch is not the next one of training.loader: use every batch, in order"):
         tickets.redeem((second, shared))
     assert tickets.redeem((first, shared)).step == 0
     assert tickets.redeem((second, shared)).step == 1
@@ -207,7 +205,7 @@ def test_a_wrapper_may_fetch_ahead():
     held = [next(ahead), next(ahead)]
     for batch in ahead:
         held.append(batch)
-        assert source.tickets.redeem(held.pop(0)[0].clone()).rows
+        assert source.tickets.redeem(held.pop(0)[0].clone()).num_slots
     assert source.tickets.redeem(held.pop(0)).last is False
     assert source.tickets.redeem(held.pop(0)).last is True
 
@@ -218,7 +216,7 @@ def test_a_new_pass_ends_the_one_before():
     next(old)
     new = iter(source)
     batch = next(new)
-    with pytest.raises(ValueError, match=r"this pass over training.loader = 'ended' .* start a new one"):
+    with pytest.raises(ValueError, match=r"this pass over training.loader has ended, .* start a new one"):
         next(old)
     assert source.tickets.redeem(batch).step == 0
 

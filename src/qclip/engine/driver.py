@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,30 +12,29 @@ from torch import Tensor, nn
 
 from qclip._validate import Refusal
 from qclip.engine import batch as batches
-from qclip.engine import tf32
 from qclip.engine.capture import checks, faults
 from qclip.engine.capture.capture import Capture
 from qclip.engine.capture.checks import Evaluate
 from qclip.engine.capture.constants import Snapshot
 from qclip.engine.capture.forward_hooks import Watch, Watched
 from qclip.engine.gradients import clipping, fallback
+from qclip.engine.gradients.clipping import sum_dtype
 from qclip.engine.gradients.costs import CostModel
-from qclip.engine.gradients.forms import Dense, scale_examples
-from qclip.engine.gradients.parts import Part, Parts, accumulator, collect, prepare
+from qclip.engine.gradients.forms import Dense
+from qclip.engine.gradients.parts import Part, Parts, collect, prepare
 from qclip.engine.gradients.plan import Plan, signature
 from qclip.engine.groups import ClipNorm, GroupSpec, partition
+from qclip.engine.kernels.products import scale_examples
 from qclip.engine.proof.precision import in_precision
 from qclip.engine.proof.proof import PROOFS, SAME_WAY, NotSpreading
 from qclip.engine.proof.prover import CALLS_FOR_REFUSAL, Prover, first_line
 from qclip.engine.randomness import RandomState
-from qclip.engine.repeatable import repeatably
 from qclip.engine.result import ClippedGradients
-from qclip.engine.torch_versions import warn_if_untested
-from qclip.engine.uncompiled import uncompiled
+from qclip.engine.torch_settings import deterministically, tf32_anywhere, uncompiled, warn_if_untested
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """The model on its inputs: a dict is keyword arguments, a tuple or list positional ones, else the one argument."""
+    """Call the model: a dict holds keyword arguments, a tuple or list positional ones, others are one argument."""
     if isinstance(inputs, dict):
         return model(**inputs)
     if type(inputs) in (tuple, list):  # a named tuple is one argument
@@ -44,20 +43,35 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 Choice = ClipNorm | Callable[[Tensor], ClipNorm]
-"""The threshold of each group, or a function that chooses it from norms [examples, K]."""
+"""The clip norm of each group, or a function that chooses them given the norms [B, K] of the counted examples."""
+ValidChoice = tuple[float, ...] | Callable[[Tensor], ClipNorm]
+"""The same, with validated clip norms."""
 Plans = dict[Any, tuple[Plan, int, Snapshot]]
-"""By kind of forward pass: how to deal with it, how often it was used, and the constants it was proven with."""
+"""By kind of forward pass: its plan, how often the plan was used, and the constants at its proof."""
 _OFTEN = 3
-"""How often a constant may call for a new proof before that is said."""
+"""After how many proofs caused by the same constant the user is warned."""
 _MOST_PLANS = 256
 
 
 class Engine:
-    """Exact clipped gradient sums of one model.
+    """Computes exact clipped gradient sums of one model.
 
-    ``data_independent`` declares buffers (as glob patterns) that may change in a forward pass because nothing in the
-    data changes them, such as the power iteration of a spectral norm. A ``criterion`` with buffers of its own is
-    watched like the model.
+    Guarantees:
+        - Every example adds at most the clip norm of a group to the sum of that group.
+        - An example that is masked out, or whose gradient is not finite, adds nothing.
+        - A forward pass is refused unless the gradients of its examples are proven to be separate.
+
+    Args:
+        model: The model to train; compiled models are unwrapped.
+        criterion: A loss module. Its buffers are watched like those of the model.
+        groups: Which parameters are clipped together.
+        data_independent: Glob patterns of buffers that may change in a forward pass because the change does not depend
+            on the data, such as the power iteration of a spectral norm.
+        costs: How norms are computed, and how much memory a step may use.
+        plans: A store of plans to share with other engines of the same model and loss.
+
+    Raises:
+        Refusal: If the model has no trainable parameters, or is of a kind that cannot be clipped exactly.
     """
 
     def __init__(
@@ -78,58 +92,76 @@ class Engine:
         self.data_independent = tuple(data_independent)
         self.costs = costs or CostModel()
         self._plans: Plans = {} if plans is None else plans
-        self._not_spreading: dict[int, frozenset[int]] = {}
+        self._not_broadcasts: dict[int, frozenset[int]] = {}  # by batch size
         self.proofs = 0
-        """How many were made."""
+        """The number of proofs made so far."""
         self.proven: tuple[Evaluate, Any] | None = None
-        """What the last proof evaluated, and on which batch: for those who have more to prove then."""
+        """The evaluation and the batch of the last proof, for callers that prove more at the same time."""
         self.draws = False
-        """Whether a proof saw the evaluation draw random numbers."""
+        """Whether the evaluation drew random numbers in any proof."""
         self._warned = False
         self._moves: Counter[str] = Counter()
         self._watch: Watch | None = None
-        self._recording = False
+        self._is_own_forward = False
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return next(iter(self.parameters.values())).device
 
     @torch.enable_grad()
     def clipped(
-        self,
-        evaluate: Evaluate,
-        batch: Any,
-        clip_norm: Choice,
-        *,
-        mask: Tensor | None = None,
-        like: int | None = None,
+        self, evaluate: Evaluate, batch: Any, clip_norm: Choice, *, mask: Tensor | None = None
     ) -> ClippedGradients:
-        """The clipped sum for a batch, where ``evaluate(batch)`` runs the model and returns one loss per example.
+        """Compute the clipped gradient sum of a batch.
 
-        A function as ``clip_norm`` is given the norms of the examples that count, [examples, K], and chooses then. To
-        compare with a compiled step of more examples, norms are taken as it takes them of all that are ``like`` these.
+        Args:
+            evaluate: Runs the model on a batch and returns one loss per example, [B].
+            batch: A nest of tensors; those with one row per example have the examples in the first dimension.
+            clip_norm: The clip norm of each group, or a function that chooses them given the norms [B, K] of the
+                counted examples.
+            mask: Which examples count, [B]; all by default.
+
+        Returns:
+            The clipped sums, the norms and the losses. An empty batch has sums of zero.
+
+        Raises:
+            Refusal: If the gradients cannot be clipped exactly; the message names the obstacle and a remedy.
         """
-        choice = self._choice(clip_norm)
-        count = batches.size(batch, mask)
-        if count == 0:
-            return self._nothing(choice)
-        run = self.record(evaluate, batch, count)
-        return self._finish(run, evaluate, batch, choice, mask, like=like)
+        clip_norms = self._validated(clip_norm)
+        batch_size = batches.size(batch, mask)
+        if batch_size == 0:
+            return self._empty(clip_norms)
+        run = self.record(evaluate, batch, batch_size)
+        return self._finish(run, evaluate, batch, clip_norms, mask)
 
     def watch(self, batch_size: Callable[[], int | None]) -> Watch:
-        """From now on, capture every forward pass of the model that is called with gradients enabled.
+        """Capture every forward pass of the model from now on, where gradients are enabled.
 
-        ``batch_size()`` says how many examples the next one holds; None leaves it alone. `finish` turns the last
-        captured pass into a clipped sum.
+        `finish` turns the last captured pass into a clipped sum.
+
+        Args:
+            batch_size: Returns the number of examples of the next forward pass; None if it is not to be captured.
+
+        Returns:
+            The hooks on the model.
         """
 
         def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Watched | None:
-            count = None if self._recording else batch_size()
-            return Watched(self._begin((args, kwargs), count), args, kwargs) if count else None
+            size = None if self._is_own_forward else batch_size()
+            return Watched(self._begin((args, kwargs), size), args, kwargs) if size else None
 
         self._watch = Watch(self.model, begin)
         return self._watch
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Leave forward passes of the model alone inside: they are not the user's."""
+        before, self._is_own_forward = self._is_own_forward, True
+        try:
+            yield
+        finally:
+            self._is_own_forward = before
 
     @torch.enable_grad()
     def finish(
@@ -141,11 +173,21 @@ class Engine:
         *,
         mask: Tensor | None = None,
     ) -> ClippedGradients:
-        """The clipped sum for the watched forward pass that gave ``outputs``; ``loss(outputs, targets)`` is one value
-        per example.
+        """Compute the clipped gradient sum of the last watched forward pass.
 
-        ``outputs`` must be what the model returned, or a part of it: what is computed from it belongs into the loss,
-        where it can be proven to treat every example by itself.
+        Args:
+            outputs: What the model returned, or a part of it. Anything computed from it belongs in the loss, where it
+                can be proven to keep examples separate.
+            targets: Passed to the loss.
+            loss: Returns one loss per example, [B], given the outputs and the targets.
+            clip_norm: As in `clipped`.
+            mask: As in `clipped`.
+
+        Returns:
+            The clipped sums, the norms and the losses.
+
+        Raises:
+            Refusal: If there was no such forward pass, if its outputs were changed, or as in `clipped`.
         """
         watched = self._watch.last if self._watch is not None else None
         if self._watch is None or watched is None:
@@ -171,28 +213,39 @@ class Engine:
         checks.require_unchanged_inputs(run.capture.sites)
         run.losses = loss(outputs, targets)
         batch = ((watched.args, watched.kwargs), targets)
-        return self._finish(run, evaluate, batch, self._choice(clip_norm), mask, kind=loss)
+        return self._finish(run, evaluate, batch, self._validated(clip_norm), mask, kind=loss)
 
     def record(
         self,
         evaluate: Evaluate,
         batch: Any,
-        count: int,
+        batch_size: int,
         *,
         keep_values: bool = False,
         observe: Callable[[int, Tensor], None] | None = None,
         proving: bool = False,
     ) -> "Run":
-        """Run the evaluation with every use of a parameter captured."""
-        run = self._begin(batch, count, keep_values=keep_values, observe=observe, proving=proving)
-        self._recording = True
-        versions = [(x, x._version) for x in batches.tensors(batch)]
-        try:
-            with torch.enable_grad(), ExitStack() as stack:
-                run.enter(stack)
-                run.losses = evaluate(batch)
-        finally:
-            self._recording = False
+        """Run the evaluation and capture every use of a parameter.
+
+        Args:
+            evaluate: Runs the model on a batch and returns one loss per example.
+            batch: The batch.
+            batch_size: The number of examples.
+            keep_values: Whether sites keep a copy of their first output.
+            observe: Called with the index and the first output of every site.
+            proving: Whether to compare the values of buffers, too: some writes do not raise the version of a tensor.
+
+        Returns:
+            The captured forward pass.
+
+        Raises:
+            Refusal: If the evaluation changes a parameter, a buffer, its input or an input of a site.
+        """
+        run = self._begin(batch, batch_size, keep_values=keep_values, observe=observe, proving=proving)
+        versions = [(x, x._version) for x in batches.tensor_leaves(batch)]
+        with torch.enable_grad(), self.unwatched(), ExitStack() as stack:
+            run.enter(stack)
+            run.losses = evaluate(batch)
         run.state.require_unmoved(self.model, self.criterion, self.data_independent)
         if any(x._version != version for x, version in versions):
             raise Refusal(
@@ -201,36 +254,9 @@ class Engine:
         checks.require_unchanged_inputs(run.capture.sites)
         return run
 
-    def capture(
-        self,
-        parameters: Mapping[str, Tensor],
-        constants: Sequence[Tensor],
-        batch: Any,
-        count: int,
-        *,
-        like: int,
-        keep_values: bool = False,
-        observe: Callable[[int, Tensor], None] | None = None,
-        traced: bool = False,
-    ) -> Capture:
-        """A capture ready to be entered, for a forward pass that sees these as the model's tensors.
-
-        What was learnt about calls that seem to give rows to examples is that of batches of ``like`` examples.
-        """
-        shared = [x for x in batches.tensors(batch) if not batches.is_example_wise(x, count)]
-        return Capture(
-            parameters,
-            [*constants, *shared],
-            count,
-            not_spreading=self._not_spreading.get(like, frozenset()),
-            keep_values=keep_values,
-            observe=observe,
-            traced=traced,
-        )
-
     @contextmanager
     def in_precision(self, dtype: torch.dtype) -> Iterator[None]:
-        """Compute in these digits for a while: on copies of all that has fewer, also of parameters."""
+        """Compute in a precision inside, on copies of all parameters and buffers of a lower one."""
         modules = [self.model] if self.criterion is None else [self.model, self.criterion]
         own = self.parameters
         with in_precision(dtype, modules):
@@ -241,7 +267,7 @@ class Engine:
                 self.parameters = own
 
     def require_same_parameters(self) -> None:
-        """Refuse a model whose trainable parameters are not those the engine was made for."""
+        """Refuse a model whose trainable parameters are not those that the engine was made for."""
         current = checks.trainable(self.model)
         if list(current) != list(self.parameters):
             raise Refusal(
@@ -258,90 +284,93 @@ class Engine:
     def _begin(
         self,
         batch: Any,
-        count: int,
+        batch_size: int,
         *,
         keep_values: bool = False,
         observe: Callable[[int, Tensor], None] | None = None,
         proving: bool = False,
     ) -> "Run":
-        """A capture ready to be entered; a proof also compares the values of buffers."""
+        """Return a capture that is ready to be entered."""
         checks.require_gradient_mode()
         checks.require_inputs(batch)
         self.require_same_parameters()
         state = checks.State.of(self.model, self.criterion, by_value=proving)
-        constants = list(state.constants.values())
-        capture = self.capture(
-            self.parameters, constants, batch, count, like=count, keep_values=keep_values, observe=observe
+        capture = Capture(
+            self.parameters,
+            [*state.constants.values(), *batches.shared_tensors(batch, batch_size)],
+            batch_size,
+            not_broadcasts=self._not_broadcasts.get(batch_size, frozenset()),
+            keep_values=keep_values,
+            observe=observe,
         )
-        return Run(capture, state, RandomState.now(self.device), count)
+        return Run(capture, state, RandomState.now(self.device), batch_size)
 
     def _finish(
         self,
         run: "Run",
         evaluate: Evaluate,
         batch: Any,
-        choice: Choice,
+        clip_norms: ValidChoice,
         mask: Tensor | None,
         *,
         kind: Any = None,
-        like: int | None = None,
     ) -> ClippedGradients:
-        """From the captured forward pass and its losses to the clipped sum."""
-        checks.require_losses(run.losses, run.count)
-        keep = batches.full_mask(run.count, mask, run.losses.device)
-        run, _, parts = self.parts(run, keep, evaluate, batch, kind=kind)
+        """Compute the clipped sum of a captured forward pass."""
+        checks.require_losses(run.losses, run.batch_size)
+        is_counted = batches.full_mask(run.batch_size, mask, run.losses.device)
+        run, _, parts = self.parts(run, is_counted, evaluate, batch, kind=kind)
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            prepare(parts, self.costs, None if like is None else self.groups.stretches(), like=like)
-            return self._clip(parts, run.losses, keep, choice)
+            prepare(parts, self.costs)
+            return self.clip(parts, run.losses, is_counted, clip_norms)
 
     @torch.enable_grad()
     def parts(
-        self, run: "Run", keep: Tensor, evaluate: Evaluate, batch: Any, *, kind: Any = None
+        self, run: "Run", is_counted: Tensor, evaluate: Evaluate, batch: Any, *, kind: Any = None
     ) -> "tuple[Run, Plan, Parts]":
-        """How every parameter is dealt with, and what the sites contribute to it; the run may have been made anew."""
+        """Return a plan for every parameter, and what the sites contribute to it; the run may have been made anew."""
         with faults.avoided():
             run, plan = self._settled(run, evaluate, batch, lambda run: self._plan(run, evaluate, batch, kind))
-            return run, plan, self.collect(run, plan, keep, evaluate, batch)
+            return run, plan, self.collect(run, plan, is_counted, evaluate, batch)
 
     @torch.enable_grad()
-    def prove(self, evaluate: Evaluate, batch: Any, count: int) -> "tuple[Run, Plan]":
-        """A forward pass on this batch, and how it is dealt with, proven on it whatever is known already."""
+    def prove(self, evaluate: Evaluate, batch: Any, batch_size: int) -> "tuple[Run, Plan]":
+        """Return a forward pass on this batch, and a plan that is proven on it even if its kind is known already."""
         with faults.avoided():
-            run = self.record(evaluate, batch, count)
-            checks.require_losses(run.losses, count)
-            return self._settled(run, evaluate, batch, lambda run: self._prove(run, evaluate, batch))
+            run = self.record(evaluate, batch, batch_size)
+            checks.require_losses(run.losses, batch_size)
+            return self._settled(run, evaluate, batch, lambda run: self._proven(run, evaluate, batch))
 
     def _settled(
         self, run: "Run", evaluate: Evaluate, batch: Any, find_plan: "Callable[[Run], Plan]"
     ) -> "tuple[Run, Plan]":
+        """Find a plan; record the same forward pass again where a call turns out to be no broadcast."""
         while True:
             try:
                 return run, find_plan(run)
-            except NotSpreading as wrong:  # now that this is known, look at the same forward pass again
-                known = self._not_spreading.get(run.count, frozenset())
-                self._not_spreading[run.count] = known | wrong.ordinals
+            except NotSpreading as wrong:
+                self._not_broadcasts[run.batch_size] = frozenset(run.capture.not_broadcasts) | wrong.ordinals
                 with run.random_state.replayed():
-                    run = self.record(evaluate, batch, run.count)
+                    run = self.record(evaluate, batch, run.batch_size)
 
     def _plan(self, run: "Run", evaluate: Evaluate, batch: Any, kind: Any) -> Plan:
-        """What was proven about forward passes of this kind; proven again at the 1st, 2nd, 16th, 256th... of them."""
+        """Return the plan of forward passes of this kind; proven again at the 1st, 2nd, 16th, 256th... of them."""
         unseen, reached = checks.unseen_parameters(run.losses, run.capture.sites, self.parameters)
         key = (
             kind,
             tuple(unseen),
             tuple(reached),
             run.capture.fingerprint,
-            signature(run.capture.sites, run.count),
+            signature(run.capture.sites, run.batch_size),
             tuple(module.training for module in self.model.modules()),
         )
         constants = run.state.constants
-        plan, uses, known = self._plans.pop(key, (None, 0, None))
-        left = [] if known is None else known.left(constants)
-        if plan is None or known is None or uses in PROOFS or not plan.proven or left:
+        plan, uses, snapshot = self._plans.pop(key, (None, 0, None))
+        left = [] if snapshot is None else snapshot.left(constants)
+        if plan is None or snapshot is None or uses in PROOFS or not plan.proven or left:
             self.note_moves(left)
-            plan = self._prove(run, evaluate, batch)
-            known = Snapshot(constants, moved=plan.moved)
-        self._plans[key] = plan, uses + 1, known  # the latest last
+            plan = self._proven(run, evaluate, batch)
+            snapshot = Snapshot(constants, moved=plan.moved)
+        self._plans[key] = plan, uses + 1, snapshot  # the latest last
         if len(self._plans) > _MOST_PLANS:
             del self._plans[next(iter(self._plans))]
         if run.capture.routes and not self._warned:
@@ -355,7 +384,7 @@ class Engine:
         return plan
 
     def note_moves(self, names: Sequence[str]) -> None:
-        """Say, once, that a constant changes so often that most of the time goes into new proofs."""
+        """Warn, once, that a constant changes so often that most of the time is spent on proofs."""
         self._moves.update(names)
         often = [name for name in names if self._moves[name] == _OFTEN]
         if often:
@@ -366,12 +395,12 @@ class Engine:
                 stacklevel=2,
             )
 
-    def _prove(self, run: "Run", evaluate: Evaluate, batch: Any) -> Plan:
+    def _proven(self, run: "Run", evaluate: Evaluate, batch: Any) -> Plan:
         self.proofs += 1
         prover = Prover(self, run, evaluate, batch)
         buffers = [(x, x.detach().clone()) for _, x in self.model.named_buffers()] if self.data_independent else []
         try:
-            plan = repeatably(self.device, prover.prove)
+            plan = deterministically(self.device, prover.prove)
             self.proven = evaluate, batch
             return plan
         finally:
@@ -379,61 +408,70 @@ class Engine:
             for x, before in buffers:
                 x.data.copy_(before)
 
-    def collect(self, run: "Run", plan: Plan, keep: Tensor, evaluate: Evaluate, batch: Any) -> Parts:
-        """What the sites contribute to every parameter, by one backward pass."""
-        parts = collect(run.capture.sites, plan, run.losses, keep, self.parameters)
-        self._add_whole_model(parts, run, plan, keep, evaluate, batch)
+    def collect(self, run: "Run", plan: Plan, is_counted: Tensor, evaluate: Evaluate, batch: Any) -> Parts:
+        """Return what the sites contribute to every parameter, by one backward pass."""
+        parts = collect(run.capture.sites, plan, run.losses, is_counted, self.parameters)
+        if plan.whole:
+            parts |= self._whole_model_parts(run, plan, is_counted, evaluate, batch)
         return parts
 
-    def _add_whole_model(
-        self, parts: Parts, run: "Run", plan: Plan, keep: Tensor, evaluate: Evaluate, batch: Any
-    ) -> None:
-        if not plan.whole:
-            return
-        names, why = sorted(plan.whole), plan.why
+    def _whole_model_parts(self, run: "Run", plan: Plan, is_counted: Tensor, evaluate: Evaluate, batch: Any) -> Parts:
+        """Return the contributions to parameters that need gradients of the whole model, example by example."""
         remedy = SAME_WAY if run.capture.routes else _REMEDY
-        self._recording = True
         try:
-            again, grads = fallback.whole_model_gradients(
-                self.model, evaluate, batch, run.count, names, run.random_state
-            )
+            with self.unwatched():
+                again, grads = fallback.whole_model_gradients(
+                    self.model, evaluate, batch, run.batch_size, sorted(plan.whole), run.random_state
+                )
         except CALLS_FOR_REFUSAL as error:
             raise Refusal(
-                f"no exact way to clip {why}. Running the model example by example failed too: {first_line(error)}. "
-                f"{remedy}"
+                f"no exact way to clip {plan.why}. Running the model example by example failed too: "
+                f"{first_line(error)}. {remedy}"
             ) from error
-        finally:
-            self._recording = False
-        rough = torch.is_autocast_enabled(self.device.type) or tf32.anywhere(self.device)
+        rough = torch.is_autocast_enabled(self.device.type) or tf32_anywhere(self.device)
         if not fallback.close(again.detach(), run.losses.detach(), rough=rough):
-            raise Refusal(f"no exact way to clip {why}. Run example by example the model gives other losses. {remedy}")
-        for name in names:
-            parts[name] = [Part(Dense(scale_examples(grads[name], keep)))]
+            raise Refusal(
+                f"no exact way to clip {plan.why}. Run example by example the model gives other losses. {remedy}"
+            )
+        return {name: [Part(Dense(scale_examples(grad, is_counted)))] for name, grad in grads.items()}
 
-    def _choice(self, clip_norm: Choice) -> Choice:
-        """What was given; refused before anything is computed where it is no threshold."""
-        return clip_norm if callable(clip_norm) else self.groups.thresholds(clip_norm)
+    def _validated(self, clip_norm: Choice) -> ValidChoice:
+        """Validate clip norms before anything is computed."""
+        return clip_norm if callable(clip_norm) else self.groups.clip_norms(clip_norm)
 
-    def _clip(self, parts: Parts, losses: Tensor, keep: Tensor, choice: Choice) -> ClippedGradients:
+    def _chosen(self, clip_norms: ValidChoice, norms: Tensor) -> tuple[float, ...]:
+        """Return one clip norm per group: as validated, or chosen from the norms [B, K] of the counted examples."""
+        return self.groups.clip_norms(clip_norms(norms)) if callable(clip_norms) else clip_norms
+
+    def clip(self, parts: Parts, losses: Tensor, is_counted: Tensor, clip_norms: ValidChoice) -> ClippedGradients:
+        """Clip and sum prepared contributions.
+
+        Args:
+            parts: The contributions to every parameter.
+            losses: One loss per example, [B].
+            is_counted: Which examples count, [B].
+            clip_norms: One clip norm per group as a tuple, or a function that chooses them.
+
+        Returns:
+            The clipped sums, the norms and the losses.
+        """
         bundles = clipping.bundled(parts, self.groups)
-        norms = clipping.group_norms(parts, bundles, self.groups, self.parameters, keep)
-        thresholds = self.groups.thresholds(choice(norms.by_group[keep]) if callable(choice) else choice)
-        limits = torch.tensor(thresholds, dtype=norms.by_group.dtype, device=keep.device)
+        norms = clipping.group_norms(parts, bundles, self.groups, self.parameters, is_counted)
+        chosen = self._chosen(clip_norms, norms.by_group[is_counted])
         # Where all is finite (one look at one flag), nothing has to be masked out.
-        mask = None if bool(norms.usable.all()) else norms.usable
-        factors = clipping.clip_factors(norms, limits)
-        sums = clipping.clipped_sums(parts, bundles, factors, self.groups, self.parameters, mask)
-        return ClippedGradients.of(sums, norms.by_group, thresholds, losses.detach(), keep)
+        is_usable = None if bool(norms.is_usable.all()) else norms.is_usable
+        clip_norms_k = torch.tensor(chosen, dtype=norms.by_group.dtype, device=is_counted.device)
+        factors = clipping.clip_factors(norms, clip_norms_k)
+        sums = clipping.clipped_sums(parts, bundles, factors, self.groups, self.parameters, is_usable)
+        return ClippedGradients.of(sums, norms.by_group, chosen, losses.detach(), is_counted)
 
-    def _nothing(self, choice: Choice) -> ClippedGradients:
-        """An empty batch: zero sums."""
-        sums = {name: torch.zeros_like(p, dtype=accumulator(p)) for name, p in self.parameters.items()}
+    def _empty(self, clip_norms: ValidChoice) -> ClippedGradients:
+        """Return the result for an empty batch: sums of zero."""
+        sums = {name: torch.zeros_like(p, dtype=sum_dtype(p)) for name, p in self.parameters.items()}
         norms = torch.zeros(0, len(self.groups), device=self.device)
-        empty = torch.zeros(0, device=self.device)
-        thresholds = self.groups.thresholds(choice(norms) if callable(choice) else choice)
-        return ClippedGradients(
-            sums, empty, norms, thresholds, empty, torch.zeros(0, dtype=torch.bool, device=self.device)
-        )
+        losses = torch.zeros(0, device=self.device)
+        is_counted = torch.zeros(0, dtype=torch.bool, device=self.device)
+        return ClippedGradients(sums, losses, norms, self._chosen(clip_norms, norms), losses, is_counted)
 
 
 _REMEDY = (
@@ -449,11 +487,11 @@ class Run:
     capture: Capture
     state: checks.State
     random_state: RandomState
-    count: int
+    batch_size: int
     losses: Any = None
 
     def enter(self, stack: ExitStack) -> None:
-        """Start capturing, until the stack is closed. Compiled parts of the model run uncompiled meanwhile."""
+        """Start capturing, until the stack is closed; compiled parts of the model run uncompiled until then."""
         stack.enter_context(uncompiled())
         stack.enter_context(faults.avoided())
         stack.enter_context(self.capture)

@@ -1,7 +1,7 @@
-"""Explain: for each parameter, how its per-example gradients are computed, and why not better."""
+"""Explain: for each parameter, how the engine computes its per-example gradients, and why not in a better way."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,25 +20,26 @@ from qclip.engine.gradients.sites import Site
 
 
 @dataclass(frozen=True)
-class ParameterWay:
-    """How one parameter is dealt with."""
+class ParameterStrategy:
+    """How the per-example gradients of one parameter are computed."""
 
     name: str
     shape: tuple[int, ...]
-    way: str
+    strategy: str
     """``rule``, ``vmap of the function``, ``vmap of the model``, ``frozen`` or ``unused``."""
     detail: str
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the engine does with a model; prints as a table."""
+    """How the engine handles each parameter of a model; prints as a table."""
 
-    parameters: tuple[ParameterWay, ...]
+    parameters: tuple[ParameterStrategy, ...]
 
     def __str__(self) -> str:
-        rows = [(row.name, "x".join(map(str, row.shape)) or "scalar", row.way, row.detail) for row in self.parameters]
-        rows = [("parameter", "shape", "way", "detail"), *rows]
+        rows = [("parameter", "shape", "strategy", "detail")]
+        for row in self.parameters:
+            rows.append((row.name, "x".join(map(str, row.shape)) or "scalar", row.strategy, row.detail))
         widths = [max(len(row[k]) for row in rows) for k in range(3)]
         return "\n".join(
             "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows
@@ -53,73 +54,83 @@ def explain(
     targets: Any = None,
     costs: CostModel | None = None,
 ) -> Explanation:
-    """For each parameter, how the engine gets its per-example gradients on this batch of inputs; refuses what it
-    would refuse.
-
-    Without a ``loss`` the model's outputs stand for one, which sees everything but the loss itself.
+    """Explain how the engine computes the per-example gradients of each parameter on this batch.
 
     >>> import torch, qclip
     >>> print(qclip.explain(torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.PReLU()), torch.randn(4, 8)))
-    parameter  shape  way                   detail
+    parameter  shape  strategy              detail
     0.weight   2x8    rule                  torch.nn.functional.linear: 1 position, product of two lengths
     0.bias     2      rule                  torch.nn.functional.linear
     1.weight   1      vmap of the function  torch.nn.functional.prelu
+
+    Args:
+        model: the model.
+        batch: its inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments.
+        loss: ``loss(outputs, targets)`` returns one value per example, [B]. Without it a function of the outputs
+            stands in, and everything but the loss itself is explained.
+        targets: anything that ``loss`` takes.
+        costs: how to choose between Gram matrices, direct and kept gradients.
+
+    Raises:
+        Refusal: the engine would refuse the model.
     """
     engine = Engine(model, costs=costs)
-    count = batches.size_of_pair(batch, targets)
+    batch_size = batches.size_of_pair(batch, targets)
 
     def evaluate(pair: tuple[Any, Any]) -> Tensor:
-        returned = call(engine.model, pair[0])
-        return _stand_in(returned, batches.size_of_pair(*pair)) if loss is None else loss(returned, pair[1])
+        outputs = call(engine.model, pair[0])
+        return _stand_in(outputs, batches.size_of_pair(*pair)) if loss is None else loss(outputs, pair[1])
 
-    run = engine.record(evaluate, (batch, targets), count)
-    checks.require_losses(run.losses, count)
-    keep = batches.full_mask(count, None, engine.device)
-    run, plan, parts = engine.parts(run, keep, evaluate, (batch, targets))
+    run = engine.record(evaluate, (batch, targets), batch_size)
+    checks.require_losses(run.losses, batch_size)
+    is_counted = batches.full_mask(batch_size, None, engine.device)
+    run, plan, parts = engine.parts(run, is_counted, evaluate, (batch, targets))
     prepare(parts, engine.costs)
+    planned = list(zip(run.capture.sites, plan.sites, strict=True))
     rows = []
     for name, parameter in engine.model.named_parameters():
-        sites = [
-            (site, how) for site, how in zip(run.capture.sites, plan.sites, strict=True) if name in site.parameters
-        ]
-        way, detail = _way(name, sites, plan, parts[name]) if name in parts else ("frozen", "")
-        rows.append(ParameterWay(name, tuple(parameter.shape), way, detail))
+        sites = [(site, how) for site, how in planned if name in site.parameters]
+        strategy, detail = _strategy(name, sites, plan, parts[name]) if name in parts else ("frozen", "")
+        rows.append(ParameterStrategy(name, tuple(parameter.shape), strategy, detail))
     return Explanation(tuple(rows))
 
 
-def _way(name: str, sites: list[tuple[Site, SitePlan | None]], plan: Plan, parts: list[Part]) -> tuple[str, str]:
+def _strategy(
+    name: str, sites: Sequence[tuple[Site, SitePlan | None]], plan: Plan, parts: Sequence[Part]
+) -> tuple[str, str]:
+    """Return the strategy of a parameter and its detail: the functions, derivations and norm methods."""
     if name in plan.whole:
         return "vmap of the model", plan.reasons[name]
     if not sites:
         return "unused", "the loss does not depend on it"
     functions = Counter(site.call.function_name for site, _ in sites)
-    uses = ", ".join(function if count == 1 else f"{count} x {function}" for function, count in functions.items())
-    derived = sorted({source.call.function_name for site, _ in sites for source in site.call.sources.values()
-                      if source.call is not None and name in source.parameters})  # fmt: skip
-    through = f" of {', '.join(derived)}" if derived else ""
+    detail = ", ".join(function if count == 1 else f"{count} x {function}" for function, count in functions.items())
+    sources = [source for site, _ in sites for source in site.call.sources.values() if name in source.parameters]
+    if derivations := sorted({source.call.function_name for source in sources if source.call is not None}):
+        detail += f" of {', '.join(derivations)}"
+    if methods := ", ".join(filter(None, map(_norm_method, parts))):
+        detail += f": {methods}"
     by_rule = all(how is not None and how.by_rule for _, how in sites)
-    norms = ", ".join(filter(None, map(_norms, parts)))
-    return "rule" if by_rule else "vmap of the function", f"{uses}{through}{': ' if norms else ''}{norms}"
+    return "rule" if by_rule else "vmap of the function", detail
 
 
-def _norms(part: Part) -> str:
-    """How the norm of a part is computed."""
+def _norm_method(part: Part) -> str:
+    """Return how the norm of a part is computed."""
     if part.method == "kept":
         return "kept gradients"
     if isinstance(part.form, Rows):
         return f"{part.form.ids.shape[1]} rows"
     if not isinstance(part.form, Products):
         return ""
-    if part.form.positions == 1:
+    if part.form.dims.positions == 1:
         return "1 position, product of two lengths"
-    return f"{part.form.positions} positions, {part.method or 'cheapest'}"
+    return f"{part.form.dims.positions} positions, {part.method or 'cheapest'}"
 
 
-def _stand_in(returned: Any, batch_size: int) -> Tensor:
-    """One number per example from all that a model returned, to stand for a loss that is not known."""
-    found = [x for x in batches.tensors(returned) if batches.is_example_wise(x, batch_size) and x.requires_grad]
-    if not found:
+def _stand_in(outputs: Any, batch_size: int) -> Tensor:
+    """Return one number per example from all outputs of a model, in place of an unknown loss."""
+    rows = [x for x in batches.tensor_leaves(outputs) if batches.is_example_wise(x, batch_size) and x.requires_grad]
+    if not rows:
         raise Refusal("the model returns no tensor with one row per example that depends on its parameters")
-    return torch.stack(
-        [x.float().flatten(1).square().mean(1) if x.dim() > 1 else x.float().square() for x in found]
-    ).sum(0)
+    squares = [x.float().square() for x in rows]
+    return torch.stack([x.flatten(1).mean(1) if x.dim() > 1 else x for x in squares]).sum(0)

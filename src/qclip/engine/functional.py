@@ -14,18 +14,18 @@ from qclip.engine.gradients.costs import CostModel
 from qclip.engine.groups import ClipNorm, GroupSpec
 from qclip.engine.result import ClippedGradients
 
-_known: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Any, Plans]]" = weakref.WeakKeyDictionary()
+_cache: "weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[Any, Plans]]" = weakref.WeakKeyDictionary()
 
 
 def _plans_of(model: nn.Module, loss: Any) -> Plans:
-    """What was proven about this model with this loss; forgotten with either."""
+    """Return the plans that were proven for this model with this loss; they are dropped with either."""
     if isinstance(loss, types.MethodType):
         loss = loss.__self__
     elif isinstance(loss, types.FunctionType) and not loss.__closure__ and not loss.__defaults__:
-        loss = loss.__code__  # a lambda made anew in every step is the same function
+        loss = loss.__code__  # a lambda that is created in every step is the same function
     try:
-        return _known.setdefault(model, weakref.WeakKeyDictionary()).setdefault(loss, {})
-    except TypeError:  # a loss that cannot be referred to weakly is proven anew each time
+        return _cache.setdefault(model, weakref.WeakKeyDictionary()).setdefault(loss, {})
+    except TypeError:  # a loss without weak references is proven at every call
         return {}
 
 
@@ -41,8 +41,7 @@ def clipped_gradients(
     data_independent: Sequence[str] = (),
     costs: CostModel | None = None,
 ) -> ClippedGradients:
-    """The sum over the batch of per-example gradients, each clipped to ``clip_norm``, from one forward and one
-    backward pass.
+    """Return the sum over the batch of per-example gradients, each clipped, from one forward and one backward pass.
 
     >>> import torch, qclip
     >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -51,19 +50,39 @@ def clipped_gradients(
     >>> result.sums["weight"].round(decimals=4), result.l2_bound
     (tensor([[-1., -1.]]), 1.0)
 
+    Guarantees:
+
+    - Adding or removing one example changes the sums by at most ``l2_bound`` in L2 norm, and each group's sums by at
+      most that group's clip norm.
+    - A model or loss that cannot be clipped exactly is refused, with an error that names the function or parameter.
+    - Nothing is left on the model, and no ``.grad`` is touched.
+
+    Edge cases:
+
+    - clip norm 0, negative, inf or NaN: refused.
+    - gradient 0: contributes zero and has norm 0.
+    - gradient with inf or NaN: contributes zero and has norm inf.
+    - masked example: contributes zero and has norm 0, whatever its gradient.
+    - empty batch: zero sums.
+
     Args:
         model: any module whose examples do not mix; a compiled one is unwrapped.
-        loss: ``loss(outputs, targets)`` returns one value per example, shape [B].
-        inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments; tensors whose first
-        dimension is not the batch are shared by all examples. targets: anything that ``loss`` takes. clip_norm: one
-        threshold, or one per group. groups: ``"flat"``, ``"per-layer"`` or ``{name: patterns of parameter names}``;
-        each group is clipped by itself, and ``l2_bound`` is the bound of all together. mask: [B]; examples where it
-        is false contribute nothing. data_independent: patterns of buffers whose change in the forward pass has
-        nothing to do with the data. costs: how to choose between Gram, direct and kept gradients.
+        loss: ``loss(outputs, targets)`` returns one value per example, [B].
+        inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments. Tensors whose first dimension
+            is not the batch are shared by all examples.
+        targets: anything that ``loss`` takes.
+        clip_norm: one clip norm, or one per group.
+        groups: ``"flat"``, ``"per-layer"`` or ``{name: patterns of parameter names}``. Each group is clipped by itself;
+            ``l2_bound`` is the bound of all together.
+        mask: [B]; examples where it is false contribute nothing.
+        data_independent: patterns of buffers whose changes in the forward pass do not depend on the data.
+        costs: how to choose between Gram matrices, direct and kept gradients.
 
-    An example whose gradient is not finite contributes zero and has norm inf. An empty batch gives zero sums. What
-    cannot be done exactly is refused with an error that names it. Nothing is left on the model, and no ``.grad`` is
-    touched.
+    Returns:
+        The clipped sums with norms, losses and bounds. All of it is raw: nothing is private before noise is added.
+
+    Raises:
+        Refusal: the model, the loss or an argument is not supported; the message names it and the remedy.
     """
     model = checks.unwrapped(model)
     engine = Engine(
@@ -80,5 +99,5 @@ def clipped_gradients(
 
     if isinstance(inputs, Mapping):
         inputs = dict(inputs)
-    keep = batches.full_mask(batches.size_of_pair(inputs, targets, mask), mask, engine.device)
-    return engine.clipped(evaluate, (inputs, targets), clip_norm, mask=keep)
+    mask = batches.full_mask(batches.size_of_pair(inputs, targets, mask), mask, engine.device)
+    return engine.clipped(evaluate, (inputs, targets), clip_norm, mask=mask)

@@ -1,4 +1,4 @@
-"""Groups: which parameters are clipped together, each group at its own threshold."""
+"""Groups of parameters that are clipped together, each at its own clip norm."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ GroupSpec = str | Mapping[str, str | Sequence[str]]
 """``"flat"``, ``"per-layer"``, or ``{group name: glob pattern or patterns of parameter names}``."""
 
 ClipNorm = float | Sequence[float] | Mapping[str, float]
-"""One threshold for every group, or one per group in order, or one per group by name."""
+"""One clip norm for every group, or one per group in order, or one per group by name."""
 
 
 @dataclass(frozen=True)
@@ -20,65 +20,66 @@ class Groups:
 
     names: tuple[str, ...]
     members: Mapping[str, int]
-    """Parameter name to the index of its group."""
+    """The index of the group of each parameter, by name."""
 
     def __len__(self) -> int:
         return len(self.names)
 
-    def stretches(self) -> dict[str, int]:
-        """For each parameter, the stretch of parameters that it lies in: no group goes on from one to the next.
+    def memory_phases(self) -> dict[str, int]:
+        """Return the phase of each parameter: consecutive parameters, cut wherever no group continues across the cut.
 
-        >>> Groups(("a", "b", "c"), {"u": 0, "v": 1, "w": 0, "x": 2}).stretches()
+        >>> Groups(("a", "b", "c"), {"u": 0, "v": 1, "w": 0, "x": 2}).memory_phases()
         {'u': 0, 'v': 0, 'w': 0, 'x': 1}
         """
         last = {group: name for name, group in self.members.items()}
-        found: dict[str, int] = {}
-        begun: set[int] = set()
-        stretch = 0
+        phases: dict[str, int] = {}
+        open_groups: set[int] = set()
+        phase = 0
         for name, group in self.members.items():
-            found[name] = stretch
-            begun.add(group)
-            if all(last[each] in found for each in begun):
-                begun.clear()
-                stretch += 1
-        return found
+            phases[name] = phase
+            open_groups.add(group)
+            if all(last[k] in phases for k in open_groups):
+                open_groups.clear()
+                phase += 1
+        return phases
 
-    def thresholds(self, clip_norm: ClipNorm) -> tuple[float, ...]:
-        """One positive, finite threshold per group."""
+    def clip_norms(self, clip_norm: ClipNorm) -> tuple[float, ...]:
+        """Return one positive, finite clip norm per group.
+
+        Raises:
+            Refusal: ``clip_norm`` has other names or another length than the groups, or a value is not a clip norm.
+        """
         if isinstance(clip_norm, Mapping):
             if set(clip_norm) != set(self.names):
-                missing = sorted(set(self.names) ^ set(clip_norm))
-                raise check.refuse(
-                    "clip_norm",
-                    sorted(clip_norm),
-                    f"one threshold for each of {self.names}",
-                    f"these names appear on one side only: {missing}",
-                )
+                remedy = f"these names appear on one side only: {sorted(set(self.names) ^ set(clip_norm))}"
+                raise check.refuse("clip_norm", sorted(clip_norm), f"one clip norm for each of {self.names}", remedy)
             values = [clip_norm[name] for name in self.names]
         elif isinstance(clip_norm, Sequence) and not isinstance(clip_norm, str):
             values = list(clip_norm)
             if len(values) != len(self):
-                raise check.refuse(
-                    "clip_norm",
-                    f"{len(values)} values",
-                    f"{len(self)} values, one per group",
-                    f"the groups are {', '.join(self.names)}",
-                )
+                bound, remedy = f"{len(self)} values, one per group", f"the groups are {', '.join(self.names)}"
+                raise check.refuse("clip_norm", f"{len(values)} values", bound, remedy)
         else:
             values = [clip_norm] * len(self)
         remedy = "it is the largest norm a clipped gradient may have"
         return tuple(check.norm("clip_norm", value, remedy) for value in values)
 
 
-def l2_bound(thresholds: Iterable[float]) -> float:
-    """The largest norm of all groups together: what one example can add to the released vector."""
-    return math.hypot(*thresholds)
+def l2_bound(group_bounds: Iterable[float]) -> float:
+    """Return the largest norm over all groups together: the most that one example can add to a released vector."""
+    return math.hypot(*group_bounds)
 
 
 def partition(parameters: Iterable[str], groups: GroupSpec) -> Groups:
-    """Sort parameter names into groups; every parameter belongs to exactly one.
+    """Partition parameter names into groups.
 
-    With patterns the first group that matches takes the parameter, so a last ``"*"`` collects the rest.
+    Args:
+        parameters: the names, in order.
+        groups: ``"flat"``, ``"per-layer"``, or glob patterns by group name. The first group with a matching pattern
+            takes a parameter, so a last ``"*"`` collects the rest.
+
+    Raises:
+        Refusal: a parameter has no group, or a group has no parameter.
 
     >>> partition(["a.weight", "a.bias", "head.weight"], {"head": "head.*", "rest": "*"}).names
     ('head', 'rest')
@@ -103,18 +104,12 @@ def _by_patterns(parameters: list[str], groups: Mapping[str, str | Sequence[str]
                 members[parameter] = k
                 break
         else:
-            raise check.refuse(
-                "groups",
-                dict(groups),
-                f"patterns that cover every parameter; {parameter!r} has no group",
-                'add a group for it, or end with {"rest": "*"}',
-            )
+            bound = f"patterns that cover every parameter; {parameter!r} has no group"
+            raise check.refuse("groups", dict(groups), bound, 'add a group for it, or end with {"rest": "*"}')
     for k, name in enumerate(patterns):
         if k not in members.values():
+            remedy = "check its pattern against the names in model.named_parameters()"
             raise check.refuse(
-                "groups",
-                dict(groups),
-                f"groups that are not empty; {name!r} takes no parameter",
-                "check its pattern against the names in model.named_parameters()",
+                "groups", dict(groups), f"groups that are not empty; {name!r} takes no parameter", remedy
             )
     return Groups(tuple(patterns), members)

@@ -1,6 +1,4 @@
-"""The oracle: one example at a time, by nothing but autograd, less its faults. Slow, obvious, and what every fast path
-must equal.
-"""
+"""The oracle: clipped sums from one backward pass of plain autograd per example. Every fast path must equal it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +11,10 @@ from torch import Tensor, nn
 from qclip.engine import batch as batches
 from qclip.engine.capture import faults
 from qclip.engine.driver import call
-from qclip.engine.gradients.clipping import rounding_room
-from qclip.engine.gradients.parts import accumulator
-from qclip.engine.groups import ClipNorm, GroupSpec, partition
+from qclip.engine.gradients.clipping import norm_dtype, rounding_margin, sum_dtype
+from qclip.engine.groups import ClipNorm, Groups, GroupSpec, partition
 from qclip.engine.result import ClippedGradients
-from qclip.engine.uncompiled import uncompiled
+from qclip.engine.torch_settings import uncompiled
 
 
 def clipped_gradients(
@@ -31,19 +28,39 @@ def clipped_gradients(
     mask: Tensor | None = None,
     shared_forward: bool = False,
 ) -> ClippedGradients:
-    """The same value as `qclip.clipped_gradients`, from one backward pass per example.
+    """Return the same value as `qclip.clipped_gradients`, from one backward pass per example.
 
-    Each example goes through the model alone, so nothing can mix. With ``shared_forward`` the batch goes through once
-    and each example's loss is differentiated by itself: for models with dropout, whose masks belong to the batch.
-    There an example that is not finite spoils the others, since zero times NaN is NaN.
+    Guarantees:
+
+    - Each example runs through the model alone, so examples cannot mix.
+    - Gradients are autograd's own, except where torch's are known to be wrong; norms are in float64.
+
+    Edge cases:
+
+    - gradient 0: contributes zero and has norm 0.
+    - gradient with inf or NaN: contributes zero and has norm inf.
+    - masked example: no backward pass; contributes zero and has norm 0.
+    - empty batch: zero sums.
+    - ``shared_forward`` with a non-finite example: the others are not finite either, since 0 * NaN is NaN.
+
+    Args:
+        model: the model.
+        loss: ``loss(outputs, targets)`` returns one value per example, [B].
+        inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments.
+        targets: anything that ``loss`` takes.
+        clip_norm: one clip norm, or one per group.
+        groups: as in `qclip.clipped_gradients`.
+        mask: [B]; examples where it is false contribute nothing.
+        shared_forward: run the batch through the model once, and differentiate each example's loss by itself: for
+            models with dropout, whose masks are drawn for the whole batch.
     """
 
     def evaluate(pair: tuple[Any, Any]) -> Tensor:
         return loss(call(model, pair[0]), pair[1])
 
-    keep = batches.full_mask(batches.size_of_pair(inputs, targets, mask), mask, torch.device("cpu"))
+    mask = batches.full_mask(batches.size_of_pair(inputs, targets, mask), mask, torch.device("cpu"))
     return clipped(
-        model, evaluate, (inputs, targets), clip_norm, groups=groups, mask=keep, shared_forward=shared_forward
+        model, evaluate, (inputs, targets), clip_norm, groups=groups, mask=mask, shared_forward=shared_forward
     )
 
 
@@ -57,15 +74,25 @@ def clipped(
     mask: Tensor | None = None,
     shared_forward: bool = False,
 ) -> ClippedGradients:
-    """The same for a function from a batch to its losses."""
-    keep = batches.full_mask(batches.size(batch, mask), mask, _device(model))
-    examples = per_example(model, evaluate, batch, mask=keep, shared_forward=shared_forward)
-    return clip(model, examples, clip_norm, groups=groups, mask=keep)
+    """Return the clipped sum for a function from a batch to its losses.
+
+    Args:
+        model: the model.
+        evaluate: ``evaluate(batch)`` runs the model and returns one loss per example, [B].
+        batch: the batch.
+        clip_norm: as in `clipped_gradients`, like the arguments below.
+        groups: the groups of parameters.
+        mask: [B].
+        shared_forward: run the batch through the model once.
+    """
+    mask = batches.full_mask(batches.size(batch, mask), mask, _device(model))
+    examples = per_example(model, evaluate, batch, mask=mask, shared_forward=shared_forward)
+    return clip(model, examples, clip_norm, groups=groups, mask=mask)
 
 
 @dataclass(frozen=True)
 class Example:
-    """One example's loss and its gradient by name of parameter; nothing where the example is masked."""
+    """One example's loss, and its gradient by parameter name; no gradient if the example is masked."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -79,23 +106,23 @@ def per_example(
     mask: Tensor | None = None,
     shared_forward: bool = False,
 ) -> Iterator[Example]:
-    """The raw gradients of the examples, one after the other."""
+    """Yield the loss and the raw gradient of each example; the arguments are those of `clipped`."""
     parameters = _trainable(model)
-    count = batches.size(batch, mask)
+    batch_size = batches.size(batch, mask)
     with _exact():
-        together = evaluate(batch) if shared_forward and count else None
-    for i in range(count):
+        together = evaluate(batch) if shared_forward and batch_size else None
+    for i in range(batch_size):
         with _exact():  # left before the caller goes on
-            alone = together if together is not None else evaluate(batches.select(batch, slice(i, i + 1), count))
-            loss = alone[i if together is not None else 0]
-            counts = mask is None or bool(mask[i])
-            gradients = _gradients(loss, list(parameters.values())) if counts else []
+            alone = evaluate(batches.select(batch, slice(i, i + 1), batch_size)) if together is None else together[i:]
+            loss = alone[0]
+            is_counted = mask is None or bool(mask[i])
+            gradients = _gradients(loss, list(parameters.values())) if is_counted else []
         yield Example(loss.detach(), dict(zip(parameters, gradients, strict=False)))
 
 
 @contextmanager
 def _exact() -> Iterator[None]:
-    """Gradients are enabled, and nothing is compiled or has a backward pass that torch gets wrong."""
+    """Enable gradients, and run nothing compiled and no backward pass that torch gets wrong."""
     with torch.enable_grad(), uncompiled(), faults.avoided():
         yield
 
@@ -108,39 +135,49 @@ def clip(
     groups: GroupSpec = "flat",
     mask: Tensor | None = None,
 ) -> ClippedGradients:
-    """The sum of these gradients, each clipped; examples where ``mask`` is false add nothing."""
+    """Return the sum of these gradients, each clipped.
+
+    Args:
+        model: the model, for its parameters.
+        examples: the raw gradients (`per_example`).
+        clip_norm: one clip norm, or one per group.
+        groups: the groups of parameters.
+        mask: [B]; examples where it is false add nothing.
+    """
     parameters, device = _trainable(model), _device(model)
-    parts = partition(parameters, groups)
-    thresholds = parts.thresholds(clip_norm)
-    sums = {name: torch.zeros_like(p, dtype=accumulator(p)) for name, p in parameters.items()}
-    room = rounding_room(total.dtype for total in sums.values())  # what is clipped stays so far below its bound
-    limits = [(1 - room) * threshold for threshold in thresholds]
+    partitioned = partition(parameters, groups)
+    clip_norms = partitioned.clip_norms(clip_norm)
+    sums = {name: torch.zeros_like(p, dtype=sum_dtype(p)) for name, p in parameters.items()}
+    margin = rounding_margin(total.dtype for total in sums.values())
     norms, losses = [], []
     for i, example in enumerate(examples):
+        is_counted = mask is None or bool(mask[i])
         losses.append(example.loss)
-        squares = torch.zeros(len(parts), dtype=torch.float64, device=device)
-        norms.append(squares)
-        if mask is not None and not mask[i]:
+        norms.append(_group_norms(example if is_counted else None, partitioned, device))
+        if not is_counted or not norms[-1].isfinite().all():
             continue
+        pairs = zip(clip_norms, norms[-1].tolist(), strict=True)
+        factors = [min(1.0, (1 - margin) * limit / max(norm, 1e-300)) for limit, norm in pairs]
         for name, gradient in example.gradients.items():
-            squares[parts.members[name]] += gradient.double().square().sum()
-        if not squares.sum().isfinite():
-            squares.fill_(torch.inf)
-            continue
-        pairs = zip(limits, squares.sqrt().tolist(), strict=True)
-        factors = [min(1.0, limit / max(norm, 1e-300)) for limit, norm in pairs]
-        for name, gradient in example.gradients.items():
-            sums[name] += gradient.to(sums[name].dtype) * factors[parts.members[name]]
-    group_norms = torch.stack(norms).sqrt() if norms else torch.zeros(0, len(parts), device=device)
-    dtype = max((total.dtype for total in sums.values()), key=lambda dtype: dtype.itemsize)
+            sums[name] += gradient.to(sums[name].dtype) * factors[partitioned.members[name]]
+    group_norms = torch.stack(norms) if norms else torch.zeros(0, len(partitioned), device=device)
+    dtype = norm_dtype(parameters)
     return ClippedGradients(
         sums=sums,
         norms=group_norms.square().sum(1).sqrt().to(dtype),
         group_norms=group_norms.to(dtype),
-        clip_norms=thresholds,
+        clip_norms=clip_norms,
         losses=torch.stack(losses) if losses else torch.zeros(0, device=device),
         mask=batches.full_mask(len(losses), mask, device),
     )
+
+
+def _group_norms(example: Example | None, groups: Groups, device: torch.device) -> Tensor:
+    """Return the norm of each group [K] in float64: 0 without an example, and all inf if one is not finite."""
+    squares = torch.zeros(len(groups), dtype=torch.float64, device=device)
+    for name, gradient in example.gradients.items() if example is not None else ():
+        squares[groups.members[name]] += gradient.double().square().sum()
+    return squares.sqrt() if squares.sum().isfinite() else torch.full_like(squares, torch.inf)
 
 
 def _trainable(model: nn.Module) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""Random numbers: every generator a forward pass may draw from, remembered and replayed."""
+"""Random numbers: the states of all generators that a forward pass or a data set may draw from, saved and replayed."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,48 +14,77 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(frozen=True)
 class RandomState:
-    """The states of torch's generators (the CPU's and the device's), Python's and numpy's."""
+    """The states of the global generators of torch (CPU and CUDA), Python and numpy."""
 
     cpu: Tensor
-    cuda: Tensor | None
-    device: torch.device
+    cuda: tuple[Tensor, ...]
+    """The state of ``device``, or of every CUDA device where ``device`` is None."""
+    device: torch.device | None
     python: Any
     numpy: Any
 
     @staticmethod
-    def now(device: torch.device) -> "RandomState":
-        """As they are."""
-        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return RandomState(torch.get_rng_state(), cuda, device, random.getstate(), np.random.get_state())  # noqa: NPY002
+    def now(device: torch.device | None = None) -> "RandomState":
+        """Return the current states: of the CPU and this device, or of the CPU and every CUDA device."""
+        return RandomState(torch.get_rng_state(), _cuda_states(device), device, random.getstate(), _numpy_state())
 
     def restore(self) -> None:
-        """Make them what they were."""
+        """Set the generators to these states; those of all CUDA devices only if there are as many devices."""
         torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
+        if self.device is not None and self.cuda:
+            torch.cuda.set_rng_state(self.cuda[0], self.device)
+        elif self.cuda and len(self.cuda) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(list(self.cuda))
         random.setstate(self.python)
         np.random.set_state(self.numpy)  # noqa: NPY002
 
     def unmoved(self) -> bool:
-        """Whether torch's generators still are where they were."""
-        same = torch.equal(self.cpu, torch.get_rng_state())
-        return same and (self.cuda is None or torch.equal(self.cuda, torch.cuda.get_rng_state(self.device)))
+        """Return whether torch's generators are still in these states."""
+        states = (torch.get_rng_state(), *_cuda_states(self.device))
+        return all(map(torch.equal, (self.cpu, *self.cuda), states))
 
     def python_unmoved(self) -> bool:
-        """Whether Python's and numpy's generators still are where they were."""
-        now = np.random.get_state()  # noqa: NPY002
-        same = all(np.array_equal(a, b) for a, b in zip(self.numpy, now, strict=True))
+        """Return whether Python's and numpy's generators are still in these states."""
+        same = all(np.array_equal(a, b) for a, b in zip(self.numpy, _numpy_state(), strict=True))
         return same and self.python == random.getstate()
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Run with the generators as they were, and put them back as they are."""
+        """Run with these states, and restore the current ones on exit."""
         present = RandomState.now(self.device)
         self.restore()
         try:
             yield
         finally:
             present.restore()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states as plain data, for a checkpoint."""
+        name, keys, *rest = self.numpy
+        return {
+            "torch": self.cpu,
+            "cuda": list(self.cuda),
+            "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+            "python": self.python,
+        }
+
+    @staticmethod
+    def from_state_dict(states: Mapping[str, Any]) -> "RandomState":
+        """Return the states that `state_dict` gave for every device; its tensors may have moved to another device."""
+        name, keys, *rest = states["numpy"]
+        numpy_state = (name, keys.cpu().numpy().astype(np.uint32), *rest)
+        cuda = tuple(state.cpu() for state in states["cuda"])
+        return RandomState(states["torch"].cpu(), cuda, None, states["python"], numpy_state)
+
+
+def _cuda_states(device: torch.device | None) -> tuple[Tensor, ...]:
+    if device is None:
+        return tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else ()
+    return (torch.cuda.get_rng_state(device),) if device.type == "cuda" else ()
+
+
+def _numpy_state() -> Any:
+    return np.random.get_state(legacy=True)  # noqa: NPY002 - a data set may use the global generator
 
 
 def seed_all(seed: int) -> None:
@@ -73,10 +102,12 @@ _DRAWS = {
 
 
 class SameDraws(TorchFunctionMode):
-    """Random numbers that do not depend on the size of the batch: every example gets those of the first.
+    """A mode in which every example draws the first example's random numbers, so that the batch size does not matter.
 
-    A first pass, on a batch of ``batch_size``, draws and remembers; a second, on another, is given what was ``drawn``
-    and leaves the generators where they are.
+    Args:
+        batch_size: B. Every dimension of this length is taken for the batch.
+        device: where the model draws.
+        drawn: the draws that an earlier pass recorded. They are replayed, and the generators stay where they are.
     """
 
     def __init__(self, batch_size: int, device: torch.device, drawn: list[Tensor] | None = None) -> None:
@@ -84,27 +115,27 @@ class SameDraws(TorchFunctionMode):
         self.drawn: list[Tensor] = []
         self._device = device
         self._batch_size = batch_size
-        self._given = None if drawn is None else iter(drawn)
+        self._recorded = None if drawn is None else iter(drawn)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Draw, and give all examples what the first one got."""
+        """Draw, and copy the first example's numbers to all examples."""
         kwargs = kwargs or {}
         if func not in _DRAWS:
             return func(*args, **kwargs)
         before = RandomState.now(self._device)
         result = func(*args, **kwargs)
-        if self._given is None:
+        if self._recorded is None:
             row = result.detach()
             for dim, length in enumerate(row.shape):
                 row = row.narrow(dim, 0, 1) if length == self._batch_size else row
             self.drawn.append(row.clone())
         else:
-            row = next(self._given, result.detach())
+            row = next(self._recorded, result.detach())
         try:
             same = row.expand_as(result)
-        except RuntimeError:  # not drawn for this place; the moved generator says that the passes cannot be compared
+        except RuntimeError:  # recorded for another draw; the moved generator shows that the passes do not compare
             return result
-        if self._given is not None:
+        if self._recorded is not None:
             before.restore()
         with torch.no_grad():
             return result.copy_(same)

@@ -1,4 +1,4 @@
-"""What the engine returns: a clipped sum that knows its own bound."""
+"""The engine's result: clipped gradient sums, with the bound on one example's contribution."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +12,9 @@ from qclip.engine.groups import l2_bound
 
 @dataclass(frozen=True)
 class ClippedGradients:
-    """The sum over examples of their gradients, each group clipped at its own threshold.
+    """The sum over examples of their gradients, each group clipped to its own clip norm.
 
-    Everything here is raw: nothing is private until the mechanism has added its noise.
+    Every field is raw: nothing is private before the mechanism has added its noise.
     """
 
     sums: dict[str, Tensor]
@@ -22,7 +22,7 @@ class ClippedGradients:
     norms: Tensor
     """Gradient norm of each example over all parameters, [B]; inf where it is not finite, 0 where masked."""
     group_norms: Tensor
-    """The same for each group, [B, K]."""
+    """Gradient norm of each example in each group, [B, K]."""
     clip_norms: tuple[float, ...]
     """The largest norm that one example can add to each group's sums."""
     losses: Tensor
@@ -32,9 +32,9 @@ class ClippedGradients:
     is_view: bool = False
     """Whether the next step overwrites the sums."""
     all_finite: Tensor | None = None
-    """Whether all examples are finite, counted or not, where nobody has looked yet: else the sums are spoilt."""
+    """Whether all examples are finite, masked ones included; if not, neither are the sums. None if already checked."""
     recompute: "Callable[[], ClippedGradients] | None" = None
-    """The same with unspoilt sums."""
+    """Compute the result again without the examples that are not finite."""
 
     @staticmethod
     def of(
@@ -45,27 +45,42 @@ class ClippedGradients:
         mask: Tensor,
         is_view: bool = False,
     ) -> "ClippedGradients":
-        """From norms that are infinite where an example is masked or not finite."""
+        """Return a result from norms that are infinite where an example is masked or not finite.
+
+        Args:
+            sums: the clipped sum of each parameter.
+            group_norms: the norms by group, [B, K].
+            clip_norms: the clip norm of each group.
+            losses: the loss of each example, [B].
+            mask: the examples that count, [B].
+            is_view: whether the next step overwrites the sums.
+        """
         group_norms = torch.where(mask[:, None], group_norms, 0)
         norms = torch.linalg.vector_norm(group_norms, dim=1)
         return ClippedGradients(sums, norms, group_norms, clip_norms, losses, mask, is_view)
 
     def resolve(self) -> "ClippedGradients":
-        """With sums that hold; waits for the device where that is not known yet."""
+        """Return the result with valid sums. Waits for the device if it is not yet known whether all are finite."""
         if self.all_finite is None or self.recompute is None:
             return self
         return replace(self, all_finite=None, recompute=None) if bool(self.all_finite) else self.recompute()
 
     @property
     def l2_bound(self) -> float:
-        """The largest norm that one example can add to all the sums together."""
+        """The largest norm that one example can add to all sums together."""
         return l2_bound(self.clip_norms)
 
     def count_under(self, radii: Sequence[Sequence[float]]) -> Tensor:
-        """How many examples have a group norm of at most each of the group's radii, [K, M], int64.
+        """Count the examples whose group norm is at most each of the group's radii.
 
         Masked examples and examples with non-finite gradients are not counted.
+
+        Args:
+            radii: M radii for each of the K groups.
+
+        Returns:
+            The counts [K, M], int64.
         """
-        limits = to_device_async(torch.tensor(radii, dtype=self.group_norms.dtype), self.group_norms.device)
+        bounds = to_device_async(torch.tensor(radii, dtype=self.group_norms.dtype), self.group_norms.device)
         norms = self.group_norms[:, :, None]
-        return ((norms <= limits) & norms.isfinite() & self.mask[:, None, None]).sum(0)
+        return ((norms <= bounds) & norms.isfinite() & self.mask[:, None, None]).sum(0)

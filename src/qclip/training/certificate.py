@@ -1,4 +1,4 @@
-"""The certificate of a run, refused by name wherever its theorem (docs/theory.md, section 13) does not cover it."""
+"""The certificate of a run; refused if its theorem (docs/theory.md, section 13) does not cover the run."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,6 +10,7 @@ from torch.optim import SGD, Optimizer
 
 from qclip import _validate as check
 from qclip import accounting, theory
+from qclip._validate import Refusal
 from qclip.schedules import Schedule, fixed
 from qclip.thresholds import Threshold
 from qclip.thresholds.threshold import Count
@@ -17,13 +18,14 @@ from qclip.training.history import History
 from qclip.training.plan import TrainingPlan
 
 StepSize = Schedule | float | None
-"""None where the optimizer's own learning rate counts."""
+"""The step size of a run; None if the optimizer sets its own learning rate."""
 
 
 class Departures:
-    """Watches the optimizers of a run, and keeps the first step that was not plain SGD at the recorded step size.
+    """The first step of a run that was not plain SGD at the recorded step size.
 
-    The record does not show it: settings of optimizers can be changed, and changed back.
+    The optimizers are inspected at every step, because the record does not show their settings, which can be changed
+    and changed back.
     """
 
     def __init__(self) -> None:
@@ -32,22 +34,26 @@ class Departures:
         self._waiting = False
 
     def begin(self, first: str | None) -> None:
-        """Go on with a run whose first such step was this one, if any: nothing is expected."""
+        """Continue with the first departure so far, if any; no step is expected until `expect`."""
         self._first, self._waiting = first, False
 
     def expect(self, step: int, rate: float) -> None:
-        """The step that comes next, and its learning rate."""
+        """Expect an optimizer step with this number and learning rate."""
         self._step, self._rate, self._waiting = step, rate, True
 
     def see(self, optimizer: Optimizer) -> None:
-        """Look at an optimizer that is about to take the step."""
+        """Inspect an optimizer that is about to take the step."""
         self._waiting = False
-        found = self._unlike_plain_sgd(optimizer)
-        if self._first is None and found is not None:
-            self._first = f"{found} at step {self._step}"
+        departure = self._unlike_plain_sgd(optimizer)
+        if self._first is None and departure is not None:
+            self._first = f"{departure} at step {self._step}"
 
     def so_far(self, *, applied: bool) -> str | None:
-        """The first such step up to now; ``applied``: whether the gradients that were written were."""
+        """Return the first departure so far, or None.
+
+        Args:
+            applied: Whether every released gradient was applied (`qclip.training.guard.Guard.applied`).
+        """
         if self._first is None and (self._waiting or not applied):
             return f"not applied to all parameters at step {self._step}"
         return self._first
@@ -76,7 +82,22 @@ def certify(
     p_lo: float | None,
     confidence: float,
 ) -> theory.Bound:
-    """The certificate of a record, of a run that is `covered`; ``count`` is what the threshold pays for."""
+    """Return the certificate of a run that passed `require_covered`.
+
+    Args:
+        assumptions: The constants of the problem.
+        history: The records of the run.
+        threshold: The threshold of the run.
+        plan: The public constants of the run.
+        count: The count that the threshold pays for, if any.
+        noise: The noise multipliers of gradient and counts.
+        dims: The number of coordinates of each group.
+        p_lo: A lower bound on the unclipped fraction of every step, if one is known.
+        confidence: The probability with which the bounds on the noisy clipped fractions hold.
+
+    Raises:
+        qclip.Refusal: For several groups, no steps, or a record without the unclipped fraction of every step.
+    """
     if len(dims) > 1:
         raise check.refuse("groups", len(dims), "1 (flat)", "certify a run with one threshold")
     if not history:
@@ -84,8 +105,10 @@ def certify(
     fraction_std = _fraction_std(threshold, count, noise, plan.batch_size)
     fractions = [record.noisy_unclipped for record in history]
     if not all(fractions):
-        remedy = "take a larger batch, so that no draw is empty"
-        raise check.refuse("unclipped fraction", "not known at every step", "recorded at every step", remedy)
+        raise Refusal(
+            "the unclipped fraction is not known at every step, which a certificate needs: take a larger batch, so "
+            "that no draw is empty"
+        )
     return theory.certificate(
         assumptions,
         [record.step_size for record in history],
@@ -106,52 +129,72 @@ def require_covered(
     parameters: Iterable[Tensor],
     *,
     step_size: StepSize,
-    normalize: bool,
+    rescale_to_unit_norm: bool,
     departure: str | None,
     plan: TrainingPlan,
-    examples: int,
+    num_examples: int,
 ) -> None:
-    """Refuse what the theorem is not about: it is about plain SGD.
+    """Refuse a run that the theorem does not cover.
 
-    Its step sizes are fixed before the run, its thresholds before each step's examples are drawn.
+    The theorem covers plain SGD with step sizes that are fixed before the run, and with thresholds that are fixed
+    before the examples of each step are drawn.
+
+    Args:
+        history: The records of the run.
+        threshold: The threshold of the run.
+        parameters: The trained parameters.
+        step_size: The ``step_size`` of the run.
+        rescale_to_unit_norm: Whether released gradients were divided by the clip norm.
+        departure: The first step that was not plain SGD, if any (`Departures.so_far`).
+        plan: The public constants of the run.
+        num_examples: The true number of examples.
+
+    Raises:
+        qclip.Refusal: By the first condition that the run does not meet.
     """
     if departure is not None:
-        remedy = "the theorem is about one step size, no momentum and no weight decay, and every gradient applied"
-        raise check.refuse("optimizer", departure, "plain SGD at every step, at the step size recorded", remedy)
-    if examples != plan.dataset_size:
-        bound = f"{examples}, the number of examples, for a certificate"
-        remedy = "leave it out: the theorem is about their mean, and the steps follow a multiple of it"
+        raise Refusal(
+            f"the optimizer was {departure}, but a certificate needs plain SGD at every step, at the recorded step "
+            "size: the theorem covers one step size, no momentum, no weight decay, and every gradient applied"
+        )
+    if num_examples != plan.dataset_size:
+        bound = f"{num_examples}, the number of examples, for a certificate"
+        remedy = "leave it out: the theorem is about the mean over the examples, and the steps follow a multiple of it"
         raise check.refuse("dataset_size", plan.dataset_size, bound, remedy)
-    if normalize:
-        bound = "False, for a certificate: the theorem is about step sizes that are fixed before the run"
-        raise check.refuse("normalize", normalize, bound, "those over the threshold follow from what the run releases")
+    if rescale_to_unit_norm:
+        bound = "False, for a certificate"
+        remedy = (
+            "the theorem covers step sizes that are fixed before the run, and step sizes over the clip norm follow "
+            "from the releases of the run"
+        )
+        raise check.refuse("rescale_to_unit_norm", rescale_to_unit_norm, bound, remedy)
     if threshold.raw_access in ("physical_batch", "batch"):
-        bound = "one that is settled before the examples of the step are drawn, for a certificate"
+        bound = "one that is fixed before the examples of the step are drawn, for a certificate"
         remedy = 'take ExactQuantile(p, over="dataset"), PrivateQuantile or GeometricQuantile'
         raise check.refuse("threshold", type(threshold).__name__, bound, remedy)
     for name, schedule in {"step_size": step_size, **vars(threshold)}.items():
         if callable(schedule) and not fixed(schedule):
-            remedy = "the theorem is about schedules that are fixed before the run, and a function may react to it"
+            remedy = "the theorem covers schedules that are fixed before the run, and a function may react to it"
             raise check.refuse(name, schedule, "a number or a schedule of qclip.schedules, for a certificate", remedy)
     rates = sorted({record.step_size for record in history})
     if step_size is None and len(rates) > 1:
         remedy = (
-            "pass step_size=, a schedule of qclip.schedules: the theorem is about step sizes that are fixed before the "
+            "pass step_size=, a schedule of qclip.schedules: the theorem covers step sizes that are fixed before the "
             "run, and a scheduler may react to it"
         )
         raise check.refuse("learning rate", f"{rates[0]:g} to {rates[-1]:g}", "the same at every step", remedy)
-    short = {str(p.dtype) for p in parameters if p.dtype not in (torch.float32, torch.float64)}
-    if short:
-        remedy = "in 16 bits small steps are rounded away, which the theorem does not allow for"
-        raise check.refuse("parameters", min(short), "float32 or float64, for a certificate", remedy)
+    short_dtypes = {str(p.dtype) for p in parameters if p.dtype not in (torch.float32, torch.float64)}
+    if short_dtypes:
+        remedy = "16-bit parameters round small steps away, which the theorem does not allow for"
+        raise check.refuse("parameters", min(short_dtypes), "float32 or float64, for a certificate", remedy)
 
 
 def _fraction_std(threshold: Threshold[Any], count: Count | None, noise: accounting.Split, batch_size: int) -> float:
-    """A bound on the standard deviation of a recorded fraction: who was sampled, and the noise."""
+    """Return a bound on the standard deviation of a recorded fraction, from sampling and noise."""
     B = batch_size
     if not threshold.private:
         return 0.5 / B**0.5
-    if count is None or any(len(radii) > 1 for radii in count.radii):  # extrapolated, or a sum of several
+    if count is None or any(len(radii) > 1 for radii in count.radii):  # extrapolated, or a sum of several bins
         remedy = "take PrivateQuantile or GeometricQuantile, which count at the threshold itself"
         name = type(threshold).__name__
         raise check.refuse("threshold", name, "one that counts unclipped examples and no others", remedy)

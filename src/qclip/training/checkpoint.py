@@ -1,16 +1,23 @@
-"""Checkpoint files: written whole or not at all, read without executing anything, refused when they do not fit."""
+"""Checkpoints of a run.
+
+Guarantees:
+    * A file is written whole or not at all, and only its owner can read it.
+    * Reading executes nothing: a file holds tensors, numbers, strings and nests of them.
+    * A damaged file, a newer version, another run or another model is refused before anything is loaded.
+"""
 
 import os
 import pickle
-import random
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from qclip import _validate as check
 from qclip._files import replacing
@@ -21,32 +28,53 @@ _PLAIN = (str, bytes, int, float, bool, complex, type(None), torch.dtype, torch.
 
 
 def write(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None:
-    """Write a checkpoint atomically: the file at ``path`` is the old one or the new one, whatever happens.
+    """Write a checkpoint atomically.
 
-    What a reader would have to execute (objects that are not tensors, numbers, strings, or nests of them) is refused by
-    name, before anything is written. Numpy's numbers become Python's.
+    * The file at ``path`` is the old one or the new one, even after an interruption.
+    * Only the owner can read it: it may hold the seed of the noise.
+    * Objects other than tensors, numbers, strings and nests of them are refused by name, before anything is written.
+    * Numpy scalars become Python numbers.
+
+    Args:
+        path: The file to write.
+        content: The sections of the checkpoint, by name.
+
+    Raises:
+        qclip.Refusal: If a reader would have to execute code to load the content.
     """
     content = {name: _plain(name, value) for name, value in content.items()}
-    with replacing(Path(path), secret=True) as file:  # it may hold the seed of the noise
+    with replacing(Path(path), secret=True) as file:
         torch.save({"format": FORMAT, "version": VERSION, **content}, file)
 
 
 def read(path: str | os.PathLike[str], device: torch.device | None = None) -> dict[str, Any]:
-    """The content of a checkpoint; nothing in it is executed. Refuses what is not one, or newer than this version."""
+    """Read a checkpoint without executing anything in it.
+
+    Args:
+        path: The file to read.
+        device: The device of its tensors; None for the device that they were saved from.
+
+    Returns:
+        The sections of the checkpoint, by name.
+
+    Raises:
+        qclip.Refusal: If the file is missing, damaged (by any flipped bit), not a checkpoint, or newer than this
+            version.
+    """
     path = Path(path)
     if not path.is_file():
         raise check.refuse("path", str(path), "an existing checkpoint", "check the name, or start a new run")
-    damaged = "it is truncated or damaged; take an earlier copy"
+    damaged = "the file is truncated or damaged; take an earlier copy"
     try:
         with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()  # the loader does not look at every checksum
+            broken = archive.testzip()  # torch.load does not verify every checksum
         if broken is not None:
             raise check.refuse("path", str(path), f"intact, but {broken} in it is not", damaged)
         content = torch.load(path, map_location=device, weights_only=True)
     except (zipfile.BadZipFile, RuntimeError, EOFError, OSError, KeyError, pickle.UnpicklingError) as error:
         raise check.refuse("path", str(path), "a whole qclip checkpoint", damaged) from error
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        remedy = "pass what PrivateTraining.save wrote; load other files with torch.load"
+        remedy = "pass a file of PrivateTraining.save; load other files with torch.load"
         raise check.refuse("path", str(path), "a qclip checkpoint", remedy)
     version = content.pop("version", None)
     if not isinstance(version, int) or version > VERSION:
@@ -55,34 +83,13 @@ def read(path: str | os.PathLike[str], device: torch.device | None = None) -> di
     return content
 
 
-def random_states() -> dict[str, Any]:
-    """The state of every global generator that a model or a data set may draw from."""
-    name, keys, *rest = np.random.get_state(legacy=True)  # noqa: NPY002 - a data set may use it
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-        "python": random.getstate(),
-    }
-
-
-def restore_random_states(states: Mapping[str, Any]) -> None:
-    """Set every global generator to what `random_states` returned."""
-    torch.set_rng_state(states["torch"].cpu())
-    if torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.cpu().numpy().astype(np.uint32), *rest))  # noqa: NPY002
-    random.setstate(states["python"])
-
-
 def _plain(name: str, value: Any) -> Any:
-    """The value in plain data; what could not be loaded without executing something is refused, by its place."""
+    """Return the value as plain data; refuse, by its place, a value that could not be loaded without executing code."""
     if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
         return value
     if isinstance(value, np.generic):
         return value.item()
-    if type(value) is OrderedDict:  # a module's state, which carries its version with it
+    if type(value) is OrderedDict:  # the state of a module, with its version as an attribute
         for key, item in value.items():
             _plain(f"{name}[{key!r}]", item)
         return value
@@ -90,6 +97,81 @@ def _plain(name: str, value: Any) -> Any:
         return {key: _plain(f"{name}[{key!r}]", item) for key, item in value.items()}
     if type(value) in (list, tuple, set, frozenset):
         return type(value)(_plain(f"{name}[{k}]", item) for k, item in enumerate(value))
-    remedy = "leave it out of what is saved, or turn it into numbers, strings and tensors"
-    bound = "plain data: loading a checkpoint executes nothing"
+    remedy = "leave it out of the checkpoint, or convert it to numbers, strings and tensors"
+    bound = "plain data, because loading a checkpoint executes nothing"
     raise check.refuse(name, f"a {type(value).__module__}.{type(value).__qualname__}", bound, remedy)
+
+
+def require_same_run(
+    state: Mapping[str, Any], identity: Mapping[str, Any], execution: Mapping[str, Any], steps_done: int
+) -> None:
+    """Refuse the state of another run, or a state with fewer steps than are done.
+
+    Args:
+        state: A `PrivateTraining.state_dict`.
+        identity: The settings that must always agree, by name.
+        execution: The settings that decide which random numbers an example gets in the forward pass; they must agree
+            if the model draws any.
+        steps_done: The number of steps of the run that would load the state.
+
+    Raises:
+        qclip.Refusal: By the name of the first setting that differs.
+    """
+    for section in identity:
+        name, current, saved = section, identity[section], state.get(section)
+        if saved == current:
+            continue
+        if isinstance(current, dict) and isinstance(saved, dict):
+            key = next(key for key in [*current, *saved] if current.get(key) != saved.get(key))
+            name, current, saved = f"{section}[{key!r}]", current.get(key), saved.get(key)
+        remedy = "make the training with the same arguments, or start a new run"
+        raise check.refuse(name, current, f"{saved!r}, as in the checkpoint", remedy)
+    for name, value in (state["execution"] or {}).items():
+        if execution[name] != value:
+            remedy = (
+                "pass the same value, because the model draws random numbers: with others, the steps since the "
+                "checkpoint would be released again with the same noise, which could then be subtracted; or start a "
+                "new run"
+            )
+            raise check.refuse(name, execution[name], f"{value!r}, as in the checkpoint", remedy)
+    if len(state["history"]) < steps_done:
+        remedy = "make a new training to go back: this one would forget the later steps, but not their cost"
+        raise check.refuse("steps of the state", len(state["history"]), f">= {steps_done}, the steps done", remedy)
+
+
+def require_same_tensors(model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+    """Refuse the state of another model before any of it is loaded: half a state would ruin the model."""
+    shapes = {name: tuple(x.shape) for name, x in model.state_dict().items() if isinstance(x, torch.Tensor)}
+    saved = {name: tuple(x.shape) for name, x in state.items() if isinstance(x, torch.Tensor)}
+    for name in [*shapes, *saved]:
+        if shapes.get(name) != saved.get(name):
+            remedy = "build the model as it was when the checkpoint was written"
+            raise check.refuse(f"shape of {name}", shapes.get(name), f"{saved.get(name)}, as in the file", remedy)
+
+
+def optimizer_states(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+    """Return the state of each optimizer, with the name of its class."""
+    return [{"class": type(optimizer).__name__, "state": optimizer.state_dict()} for optimizer in optimizers]
+
+
+def require_same_optimizers(optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse optimizer states of other classes, or with other numbers of parameters in a group."""
+    current = [_class_and_sizes(state) for state in optimizer_states(optimizers)]
+    expected = [_class_and_sizes(state) for state in saved]
+    if current != expected:
+        remedy = "make the training with the same optimizers, over the same groups of parameters"
+        raise check.refuse("optimizers", current, f"{expected}, as in the file", remedy)
+
+
+def _class_and_sizes(state: Mapping[str, Any]) -> tuple[str, list[int]]:
+    return state["class"], [len(group["params"]) for group in state["state"]["param_groups"]]
+
+
+def seed_state(seed: np.random.SeedSequence) -> dict[str, Any]:
+    """Return a seed as plain data."""
+    return {"entropy": seed.entropy, "spawn_key": tuple(seed.spawn_key)}
+
+
+def seed_of(state: Mapping[str, Any]) -> np.random.SeedSequence:
+    """Return the seed of a `seed_state`."""
+    return np.random.SeedSequence(state["entropy"], spawn_key=state["spawn_key"])

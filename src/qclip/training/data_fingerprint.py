@@ -1,4 +1,4 @@
-"""The fingerprint of a data set: whether a run goes on with the data that it began with."""
+"""The fingerprint of a data set: does a resumed run have the data that it began with?"""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -9,46 +9,53 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from qclip import _validate as check
+from qclip._validate import Refusal
 from qclip.engine.batch import to_device_async
-from qclip.engine.randomness import seed_all
-from qclip.training import checkpoint
-from qclip.training.dataset_parts import Part, parts
+from qclip.engine.randomness import RandomState, seed_all
+from qclip.training.dataset import DatasetPart, dataset_parts
 
 SAMPLE = 256
-"""How many items are looked at where a data set does not show all of its bytes."""
+"""The number of items that are hashed as the data set returns them."""
 _CHUNK = 2**24
-"""How many bytes are hashed at a time: a GPU's tensors pass through the CPU in pieces."""
+"""Bytes that are hashed at a time: tensors on a GPU pass through the CPU in chunks."""
 
 
 class DataFingerprint:
-    """Digests of a data set under the key of a run; computed when first asked for, and kept.
+    """Digests of a data set under the secret key of a run, computed at the first use and cached.
 
-    Of the tensors of a TensorDataset every row that is used; of any data set `SAMPLE` items, at places that the key
-    draws. The key follows from the secret seed: without one, whoever has a digest could test what the data are.
+    * "rows": every row in use of the tensors of each TensorDataset.
+    * "items": `SAMPLE` items of any data set, at places that the key draws.
+
+    The key follows from the secret seed. Without a key, whoever holds a digest could test a guess of the data.
+
+    Args:
+        dataset: The data set of the run.
     """
 
     def __init__(self, dataset: Dataset[Any]) -> None:
         self._dataset = dataset
-        self._known: dict[bytes, dict[str, str]] = {}
+        self._digests: dict[bytes, dict[str, str]] = {}
 
     def under(self, seed: np.random.SeedSequence) -> dict[str, str]:
-        """The digests that can be had, by name; the same data have the same, in any process and on any device."""
-        key = _key(seed)
-        if key not in self._known:
-            found = {"rows": _of_rows(self._dataset, key), "items": _of_items(self._dataset, key)}
-            self._known[key] = {name: digest for name, digest in found.items() if digest is not None}
-        return self._known[key]
+        """Return the digests under a seed, by name, without those that the data set does not allow.
 
-    def require_same(self, seed: np.random.SeedSequence, known: Mapping[str, str]) -> None:
-        """Refuse data that differ from those with these digests."""
-        mine = self.under(seed)
-        if any(mine[name] != known[name] for name in mine.keys() & known.keys()):
-            remedy = (
-                "put back the data that the run began with, or start a new run: steps on other data with the noise "
-                "and the samples of this one would tell them apart"
+        The same data have the same digests, in any process and on any device.
+        """
+        key = _key(seed)
+        if key not in self._digests:
+            digests = {"rows": _rows_digest(self._dataset, key), "items": _items_digest(self._dataset, key)}
+            self._digests[key] = {name: digest for name, digest in digests.items() if digest is not None}
+        return self._digests[key]
+
+    def require_same(self, seed: np.random.SeedSequence, saved: Mapping[str, str]) -> None:
+        """Refuse the data set if its digests differ from those of a checkpoint."""
+        digests = self.under(seed)
+        if any(digests[name] != saved[name] for name in digests.keys() & saved.keys()):
+            raise Refusal(
+                "dataset has changed since the checkpoint was written: put back the data that the run began with, or "
+                "start a new run; steps on other data with the noise and the samples of this run would reveal the "
+                "difference"
             )
-            raise check.refuse("dataset", "changed", "the one that the checkpoint was written with", remedy)
 
 
 class _Hash(Protocol):
@@ -56,92 +63,93 @@ class _Hash(Protocol):
 
 
 def _key(seed: np.random.SeedSequence) -> bytes:
-    own = np.random.SeedSequence(seed.entropy, spawn_key=(*seed.spawn_key, *b"data"))  # longer than any step's
-    return own.generate_state(8, np.uint64).tobytes()
+    # Longer than the spawn key of any step, so that the two never coincide.
+    data_seed = np.random.SeedSequence(seed.entropy, spawn_key=(*seed.spawn_key, *b"data"))
+    return data_seed.generate_state(8, np.uint64).tobytes()
 
 
-def _of_rows(dataset: Dataset[Any], key: bytes) -> str | None:
-    """All that lies in tensors; None where nothing does."""
-    found, any_rows = hashlib.blake2b(key=key), False
-    for part in parts(dataset):
+def _rows_digest(dataset: Dataset[Any], key: bytes) -> str | None:
+    """Return the digest of all rows that lie in tensors; None if there are none."""
+    digest, any_rows = hashlib.blake2b(key=key), False
+    for part in dataset_parts(dataset):
         if isinstance(part.base, TensorDataset) and all(map(_has_bytes, part.base.tensors)):
             any_rows = True
-            _feed(found, part.positions)
+            _feed(digest, part.positions)
             for tensor in part.base.tensors:
-                found.update(f"{tensor.dtype} {tuple(tensor.shape[1:])};".encode())
+                digest.update(f"{tensor.dtype} {tuple(tensor.shape[1:])};".encode())
                 for rows in _chunks(tensor, part):
-                    found.update(_bytes(rows))
-    return found.hexdigest() if any_rows else None
+                    digest.update(_bytes(rows))
+    return digest.hexdigest() if any_rows else None
 
 
-def _chunks(tensor: Tensor, part: Part) -> Iterator[Tensor]:
-    size = max(1, _CHUNK // max(1, tensor[:1].numel() * tensor.element_size()))
-    for start in range(0, len(tensor) if part.indices is None else len(part.indices), size):
+def _chunks(tensor: Tensor, part: DatasetPart) -> Iterator[Tensor]:
+    num_rows = max(1, _CHUNK // max(1, tensor[:1].numel() * tensor.element_size()))
+    for start in range(0, len(tensor) if part.indices is None else len(part.indices), num_rows):
         if part.indices is None:
-            yield tensor[start : start + size]
+            yield tensor[start : start + num_rows]
         else:
-            chosen = torch.from_numpy(part.indices[start : start + size])
-            yield tensor.index_select(0, to_device_async(chosen, tensor.device))
+            index = torch.from_numpy(part.indices[start : start + num_rows])
+            yield tensor.index_select(0, to_device_async(index, tensor.device))
 
 
-def _of_items(dataset: Dataset[Any], key: bytes) -> str | None:
-    """Some items, as the data set gives them; None where they do not come again as they were.
+def _items_digest(dataset: Dataset[Any], key: bytes) -> str | None:
+    """Return the digest of some items, as the data set returns them; None if they differ when read twice.
 
-    Random transforms that draw from the global generators find them seeded, and do: the generators are then put back.
+    The global generators are seeded for each item, so that random transforms repeat, and restored afterwards.
     """
     size = len(dataset)  # type: ignore[arg-type]
     rng = np.random.default_rng(list(key))
-    places = np.sort(rng.choice(size, min(size, SAMPLE), replace=False, shuffle=False)).tolist()
-    found, before = hashlib.blake2b(key=key), checkpoint.random_states()
-    _feed(found, size)
+    indices = np.sort(rng.choice(size, min(size, SAMPLE), replace=False, shuffle=False)).tolist()
+    digest, states = hashlib.blake2b(key=key), RandomState.now()
+    _feed(digest, size)
     try:
-        for place in places:
-            item, again = (_digest(_fetch(dataset, place), key) for _ in range(2))
-            if item != again:
+        for index in indices:
+            first, second = (_item_digest(_read_seeded(dataset, index), key) for _ in range(2))
+            if first != second:
                 return None
-            found.update(item)
-    except Exception:  # a data set may be ready in its workers only; saving must not fail for that
+            digest.update(first)
+    except Exception:  # a data set may be readable in its workers only; saving must not fail for that
         return None
     finally:
-        checkpoint.restore_random_states(before)
-    return found.hexdigest()
+        states.restore()
+    return digest.hexdigest()
 
 
-def _fetch(dataset: Dataset[Any], place: int) -> Any:
-    seed_all(place)
-    return dataset[place]
+def _read_seeded(dataset: Dataset[Any], index: int) -> Any:
+    seed_all(index)
+    return dataset[index]
 
 
-def _digest(item: Any, key: bytes) -> bytes:
-    found = hashlib.blake2b(key=key)
-    _feed(found, item)
-    return found.digest()
+def _item_digest(item: Any, key: bytes) -> bytes:
+    digest = hashlib.blake2b(key=key)
+    _feed(digest, item)
+    return digest.digest()
 
 
-def _feed(found: _Hash, value: Any) -> None:
-    """Add a value in bytes that are the same in every process; of a kind without such bytes, its name alone."""
+def _feed(digest: _Hash, value: Any) -> None:
+    """Hash a value as bytes that are the same in every process; for a type without such bytes, only its name."""
     match value:
         case Tensor() if _has_bytes(value):
-            found.update(f"{value.dtype} {tuple(value.shape)};".encode())
-            found.update(_bytes(value))
+            digest.update(f"{value.dtype} {tuple(value.shape)};".encode())
+            digest.update(_bytes(value))
         case np.ndarray() | np.generic() if not value.dtype.hasobject:
-            found.update(f"{value.dtype.str} {value.shape};".encode())
-            found.update(value.tobytes())
+            digest.update(f"{value.dtype.str} {value.shape};".encode())
+            digest.update(value.tobytes())
         case np.ndarray():
-            _feed(found, value.tolist())
+            _feed(digest, value.tolist())
         case str() | int() | float() | complex() | bytes() | None:
             text = repr(value).encode()
-            found.update(f"{len(text)};".encode() + text)
+            digest.update(f"{len(text)};".encode() + text)
         case Mapping():
-            _feed(found, list(value.items()))
+            _feed(digest, list(value.items()))
         case list() | tuple():
-            found.update(f"{len(value)} items;".encode())
-            for each in value:
-                _feed(found, each)
-        case _ if hasattr(value, "__array_interface__"):  # an image of PIL
-            _feed(found, np.asarray(value))
+            digest.update(f"{len(value)} items;".encode())
+            for item in value:
+                _feed(digest, item)
+        case _ if hasattr(value, "__array_interface__"):  # a PIL image
+            _feed(digest, np.asarray(value))
         case _:
-            found.update(f"{type(value).__qualname__};".encode())
+            digest.update(f"{type(value).__qualname__};".encode())
 
 
 def _bytes(tensor: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""The guard: an optimizer applies a released gradient, once, or nothing."""
+"""The guard: a hook that lets an optimizer apply released gradients, each once, and nothing else."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -9,23 +9,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from qclip import _validate as check
+from qclip._validate import Refusal
 
 
 @dataclass
 class Released:
-    """What was written to one ``.grad``. Held weakly, so that zero_grad frees it."""
+    """The gradient that was written to one ``.grad``. Held weakly, so that ``zero_grad`` frees it."""
 
     grad: weakref.ref[Tensor]
     version: int
-    """Any later change in place raises the tensor's own."""
+    """The tensor's version when it was written: every later change in place raises it."""
     applied_to: int | None = None
-    """The version of the parameter when a step began to apply it; None before."""
+    """The version of the parameter when an optimizer step took the gradient up; None before."""
 
     def is_applied(self, parameter: Tensor) -> bool:
-        """Whether a step has moved the parameter by it.
+        """Return whether an optimizer step has moved the parameter by this gradient.
 
-        A step that calls another one (an optimizer class that calls ``super().step()``) asks twice, and moves it once.
+        The version decides, not the number of steps: an optimizer class that calls ``super().step()`` runs the hook
+        twice and moves the parameter once.
         """
         return self.applied_to is not None and self.applied_to != parameter._version
 
@@ -34,10 +35,27 @@ _hooks: "weakref.WeakKeyDictionary[Optimizer, RemovableHandle]" = weakref.WeakKe
 
 
 class Guard:
-    """Stands before `step` of the optimizers: raises unless each ``.grad`` is None or released and not yet applied.
+    """A hook before ``optimizer.step()`` that refuses every gradient that qclip has not released.
 
-    An optimizer has one guard, the latest: what an earlier one would release is refused from then on. ``applying`` is
-    told of each step that is let through, before it is taken.
+    Guarantees:
+        * A step passes if each ``.grad`` of the optimizer is None, or released, unchanged and not yet applied.
+          Otherwise it raises `qclip.Refusal` before any parameter moves.
+        * A released gradient is applied once: after a step has moved the parameter, the gradient is refused. A move
+          is seen by the parameter's version, which a write to ``.data`` does not raise.
+        * An optimizer obeys one guard, the latest: gradients that an earlier guard wrote are refused from then on.
+        * The guard holds gradients weakly: ``zero_grad`` frees their memory.
+
+    Edge cases:
+        * No gradient anywhere: the step passes and does nothing.
+        * A raw gradient, alone or in place of a released one: refused.
+        * A released gradient that was changed in place, by ``clip_grad_norm_`` for instance: refused.
+        * A closure: refused, because it would compute raw gradients.
+        * A step inside a step, by ``super().step()``: both pass, as one.
+
+    Args:
+        parameters: The trainable parameters, by name.
+        optimizers: The optimizers to guard.
+        applying: Called with the optimizer before each step that passes and has gradients to apply.
     """
 
     def __init__(
@@ -57,43 +75,47 @@ class Guard:
             _hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
 
     def write(self, grads: Mapping[str, Tensor]) -> None:
-        """Make these the gradients that may be applied, once."""
+        """Write released gradients to ``.grad``, by name of the parameter; each may be applied once."""
         for name, grad in grads.items():
             parameter = self._parameters[name]
-            # Noted first: an interruption between the two lines must not leave a gradient that nobody released.
+            # Recorded first: an interruption between the two lines must not leave a gradient without a record.
             self._released[id(parameter)] = Released(weakref.ref(grad), grad._version)
             parameter.grad = grad
 
     def refuse_pending(self, before: str) -> None:
-        """Refuse to go on while a released gradient waits: it is paid for, and would be lost."""
+        """Refuse to continue while a released gradient is pending: its privacy is spent, and it would be lost.
+
+        Args:
+            before: The event that may not happen yet, for the message.
+        """
         if self.pending:
-            remedy = (
-                "call optimizer.step() after every logical batch (training.updated says when), or "
-                "optimizer.zero_grad() to go on without it: it stays charged"
+            raise Refusal(
+                f"the last released gradient was not applied before {before}: call optimizer.step() after every "
+                "logical batch (when training.updated is True), or optimizer.zero_grad() to drop the gradient, whose "
+                "privacy stays spent"
             )
-            bound = f"applied or thrown away before {before}"
-            raise check.refuse("released gradient", "not yet applied", bound, remedy)
 
     @property
     def pending(self) -> bool:
-        """Whether a released gradient waits for a step; one that was thrown away or changed cannot be applied any more.
+        """Whether a released gradient waits for an optimizer step.
 
-        One that a step took up waits no longer, even where nothing shows that the parameter moved: an optimizer that
-        writes to ``.data`` leaves its version as it was.
+        * A gradient that was dropped or changed is not pending: no step can apply it.
+        * A gradient that a step took up is not pending, even if the parameter's version is unchanged: an optimizer
+          that writes to ``.data`` does not raise it.
         """
-        if not self._released:  # as nearly always: asked at every physical batch
+        if not self._released:  # the usual case, checked at every physical batch
             return False
-        waiting = (self._applicable(parameter) for parameter in self._parameters.values())
-        return any(released is not None and released.applied_to is None for released in waiting)
+        applicable = (self._applicable(parameter) for parameter in self._parameters.values())
+        return any(released is not None and released.applied_to is None for released in applicable)
 
     @property
     def applied(self) -> bool:
-        """Whether every gradient that was released since the last `clear` was applied."""
-        found = ((self._released.get(id(parameter)), parameter) for parameter in self._parameters.values())
-        return all(released is None or released.is_applied(parameter) for released, parameter in found)
+        """Whether every gradient that was written since the last `clear` was applied."""
+        pairs = ((self._released.get(id(parameter)), parameter) for parameter in self._parameters.values())
+        return all(released is None or released.is_applied(parameter) for released, parameter in pairs)
 
     def clear(self) -> None:
-        """Take back what was written and is still there; refuse anything else that lies there."""
+        """Set every ``.grad`` to None, and forget the gradients that were written; refuse a raw gradient."""
         for parameter in self._parameters.values():
             if parameter.grad is not None and self._of(parameter) is None:
                 raise self._refusal(parameter)
@@ -102,13 +124,13 @@ class Guard:
         self._released.clear()
 
     def _of(self, parameter: Tensor) -> Released | None:
-        """The record of the gradient that this parameter holds now."""
+        """Return the record of the gradient that the parameter holds now; None for a raw gradient."""
         released = self._released.get(id(parameter))
-        here = released is not None and parameter.grad is not None and released.grad() is parameter.grad
-        return released if here else None
+        is_held = released is not None and parameter.grad is not None and released.grad() is parameter.grad
+        return released if is_held else None
 
     def _applicable(self, parameter: Tensor) -> Released | None:
-        """The same, where a step may apply it: as it was written, and not applied yet."""
+        """Return the record of the parameter's gradient if a step may apply it: unchanged, and not yet applied."""
         released, grad = self._of(parameter), parameter.grad
         if released is None or grad is None or released.is_applied(parameter) or grad._version != released.version:
             return None
@@ -117,8 +139,10 @@ class Guard:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
-            remedy = "call training.step(batch), or training.loss(...).backward() and then optimizer.step()"
-            raise check.refuse("closure", closure, "None: it would compute gradients without clipping or noise", remedy)
+            raise Refusal(
+                f"optimizer.step(closure = {closure!r}) would compute gradients without clipping or noise: call "
+                "training.step(batch), or training.loss(...).backward() and then optimizer.step()"
+            )
         due = []
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
             released = self._applicable(parameter)
@@ -130,22 +154,20 @@ class Guard:
         for released, parameter in due:
             released.applied_to = parameter._version
 
-    def _refusal(self, parameter: Tensor) -> ValueError:
+    def _refusal(self, parameter: Tensor) -> Refusal:
         name = f"{self._names.get(id(parameter), 'parameter')}.grad"
         released = self._of(parameter)
         if released is None:
-            value = "a raw gradient"
-            remedy = (
-                "call optimizer.zero_grad(), and training.loss(outputs, targets).backward() instead of "
-                "criterion(outputs, targets).backward()"
+            return Refusal(
+                f"{name} is a raw gradient, not one that qclip released for this step: call optimizer.zero_grad(), and "
+                "training.loss(outputs, targets).backward() instead of criterion(outputs, targets).backward()"
             )
-        elif released.is_applied(parameter):
-            value = "a gradient that was applied already"
-            remedy = "call optimizer.zero_grad() after optimizer.step(), and step once for each training.loss(...)"
-        else:
-            value = "a released gradient that was changed afterwards"
-            remedy = (
-                "remove what changes it in place, such as clip_grad_norm_ or another backward(): it is clipped and "
-                "noisy already"
+        if released.is_applied(parameter):
+            return Refusal(
+                f"{name} was applied already: call optimizer.zero_grad() after optimizer.step(), and step once for "
+                "each training.loss(...)"
             )
-        return check.refuse(name, value, "None or the gradient that qclip released for this step", remedy)
+        return Refusal(
+            f"{name} was changed after its release: remove what changes it in place, such as clip_grad_norm_ or "
+            "another backward(); it is clipped and noisy already"
+        )

@@ -1,27 +1,37 @@
 """The history of a run: a record for each logical step, in public and released values only."""
 
-from collections.abc import Iterator, Sequence
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
+
+from torch import nn
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A logical step, in public and released values only."""
+    """The record of one logical step: public and released values only."""
 
     step: int
     tau: tuple[float, ...]
-    """The threshold of each group."""
+    """The clip norm of each group."""
     noisy_unclipped: tuple[float, ...]
-    """The noisy fraction of examples left unclipped in each group; empty where the threshold does not ask for it."""
+    """The noisy fraction of unclipped examples in each group; empty if the threshold does not estimate it."""
     step_size: float
-    """The learning rate of the (first) optimizer's first group, over the threshold where steps are normalized."""
+    """The learning rate of the first optimizer's first group; over the clip norm with ``rescale_to_unit_norm``."""
     lost: tuple[str, ...] = ()
-    """The groups whose threshold has lost its quantile by then (`qclip.training.lost_threshold`)."""
+    """The groups whose threshold counts as lost after this step (`qclip.training.lost_threshold`)."""
+
+
+def record_of(row: Mapping[str, Any]) -> StepRecord:
+    """Return the record that a checkpoint stores as plain data."""
+    lost = row.get("lost", ())  # older checkpoints do not have it
+    return StepRecord(row["step"], tuple(row["tau"]), tuple(row["noisy_unclipped"]), row["step_size"], tuple(lost))
 
 
 class History(Sequence[StepRecord]):
-    """A read-only view of the records of a run, which grows with it; slices and copies are tuples, and do not.
+    """A read-only view of the records of a run, which grows with the run. Slices and copies are plain tuples.
 
     >>> rows = [StepRecord(0, (1.0,), (), 0.1)]
     >>> history = History(rows)
@@ -43,8 +53,8 @@ class History(Sequence[StepRecord]):
     def __getitem__(self, index: slice) -> tuple[StepRecord, ...]: ...
 
     def __getitem__(self, index: int | slice) -> StepRecord | tuple[StepRecord, ...]:
-        found = self._records[index]
-        return tuple(found) if isinstance(found, list) else found
+        selected = self._records[index]
+        return tuple(selected) if isinstance(selected, list) else selected
 
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(self._records)
@@ -58,13 +68,32 @@ class History(Sequence[StepRecord]):
             case _:
                 return NotImplemented
 
-    __hash__ = None  # pyrefly: ignore - it grows
+    __hash__ = None  # pyrefly: ignore - mutable
 
     def __repr__(self) -> str:
-        count = len(self)
-        if not count:
+        num_steps = len(self)
+        if not num_steps:
             return "<History: no step>"
-        return f"<History: {count} step{'s' if count > 1 else ''}, the last {self[-1]!r}>"
+        return f"<History: {num_steps} step{'s' if num_steps > 1 else ''}, the last {self[-1]!r}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return tuple, (tuple(self._records),)
+
+
+_histories: "weakref.WeakKeyDictionary[nn.Module, list[History]]" = weakref.WeakKeyDictionary()
+
+
+def remember(model: nn.Module, history: History) -> None:
+    """Register a run of this model, for as long as the model exists."""
+    _histories.setdefault(model, []).append(history)
+
+
+def warn_of_earlier(model: nn.Module) -> None:
+    """Warn if the model has steps of earlier runs, which the epsilon of the next run does not include."""
+    num_steps = sum(map(len, _histories.get(model, [])))
+    if num_steps:
+        warnings.warn(
+            f"this model has taken {num_steps} steps in earlier runs: epsilon() counts the steps of the new run only. "
+            "If the runs share people's data, their epsilons and deltas add up",
+            stacklevel=3,
+        )

@@ -1,38 +1,48 @@
-"""From a criterion to one loss per example, where that is exact."""
+"""Losses: from a criterion to one loss per example, where that is exact, and the loss object of an ordinary loop."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from qclip import _validate as check
+from qclip._validate import Refusal
 
 PerExample = Callable[[Any, Any], Tensor]
-"""``f(outputs, targets)`` with one loss per example, [B]."""
+"""A criterion ``f(outputs, targets)`` that returns one loss per example, [B]."""
 
 ELEMENTWISE = (
     nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.KLDivLoss,
     nn.PoissonNLLLoss, nn.SoftMarginLoss,
 )  # fmt: skip
-"""One value for each element of outputs and targets, which have one shape; their mean is over all elements."""
+"""Criteria with one value for each element of outputs and targets, of one shape; a mean is over all elements."""
 
 ROWWISE = (nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss)
-"""One value for each row; their mean is over the rows."""
+"""Criteria with one value for each row; a mean is over the rows."""
 
 CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
-"""One value for each target; a mean is over the targets that are not ignored, weighted by their classes."""
+"""Criteria with one value for each label; a mean is over the labels not ignored, weighted by class."""
 
 REDUCTIONS = ("none", "mean", "sum", "batchmean")
 
 
 def per_example(criterion: PerExample) -> PerExample:
-    """The same criterion with one loss per example, [B].
+    """Return the criterion with one loss per example, [B].
 
-    ``reduction="mean"`` becomes the mean over each example's own elements, so that the mean of the losses is the
-    criterion's value on any batch; ``"sum"`` becomes the sum over them. (The step is the same in every case: the sum
-    over examples divided by the expected batch size.) Where a mean couples the examples it is refused: with weighted
-    classes, and with ignored labels. What has no ``reduction``, or none, is taken as it is: it must return [B].
+    * ``reduction="mean"`` becomes the mean over each example's own elements. The mean of the losses is then the value
+      of the criterion, on any batch.
+    * ``reduction="sum"`` and ``"batchmean"`` become the sum over each example's own elements.
+    * ``reduction="none"``, or no ``reduction``: the criterion is used as it is and must return [B].
+
+    The step is the same in every case: the sum over examples divided by the expected batch size.
+
+    Args:
+        criterion: A criterion such as ``nn.CrossEntropyLoss()``, or any ``f(outputs, targets)`` that returns [B].
+
+    Raises:
+        qclip.Refusal: For a mean that couples the examples (weighted classes, ignored labels), and for a criterion
+            with a reduction that is not in `ELEMENTWISE`, `ROWWISE` or `CLASSES`.
 
     >>> import torch
     >>> per_example(nn.MSELoss())(torch.zeros(2, 3), torch.tensor([[3.0, 0, 0], [1, 1, 1]]))
@@ -44,8 +54,10 @@ def per_example(criterion: PerExample) -> PerExample:
     check.choice("loss.reduction", reduction, REDUCTIONS)
     kind = type(criterion)
     if kind not in ELEMENTWISE + ROWWISE + CLASSES:
-        remedy = 'give it reduction="none" and let it return [batch], or pass per_example_loss='
-        raise check.refuse("loss", kind.__name__, f'a criterion of torch.nn with reduction="{reduction}"', remedy)
+        raise Refusal(
+            f'loss = {kind.__name__} has reduction="{reduction}", which qclip cannot split into one loss per example: '
+            'set reduction="none" and return [batch], or pass per_example_loss='
+        )
     if kind in CLASSES and reduction == "mean":
         _refuse_coupled_means(criterion)
     single = copy.copy(criterion)
@@ -64,25 +76,71 @@ def per_example(criterion: PerExample) -> PerExample:
 def _refuse_coupled_means(criterion: Any) -> None:
     name = type(criterion).__name__
     if criterion.weight is not None:
-        remedy = 'pass reduction="none", which weighs each example by its own class'
-        raise check.refuse(
-            f"{name}.weight", "given", "None under a mean, which divides by the weights of others", remedy
+        raise Refusal(
+            f"{name}(weight=...) with a mean divides by the weights of other examples: pass "
+            'reduction="none", which weights each example by its own class'
         )
     if criterion.ignore_index != -100:
-        remedy = 'pass reduction="sum", or per_example_loss= with a normalisation of its own for each example'
-        bound = "left out under a mean, which divides by the number of labels kept in the whole batch"
-        raise check.refuse(f"{name}.ignore_index", criterion.ignore_index, bound, remedy)
+        raise Refusal(
+            f"{name}(ignore_index={criterion.ignore_index}) with a mean divides by the number of labels kept in the "
+            'whole batch: pass reduction="sum", or per_example_loss= that normalizes each example by itself'
+        )
 
 
 def _check_shapes(kind: type, reduction: str, outputs: Tensor, targets: Tensor) -> None:
     if kind in ELEMENTWISE and outputs.shape != targets.shape:
-        remedy = f"reshape one of them: broadcasting {tuple(targets.shape)} would mix examples"
-        raise check.refuse("outputs.shape", tuple(outputs.shape), "the shape of the targets", remedy)
-    labels = kind in CLASSES and not targets.is_floating_point()
-    if labels and targets.dim() > 1 and reduction == "mean":
-        remedy = (
-            'pass reduction="sum", or per_example_loss= with a mean over each example\'s own labels, such as '
-            'F.cross_entropy(outputs, targets, reduction="none").flatten(1).mean(1)'
+        remedy = "reshape one of them: broadcasting would mix examples"
+        raise check.refuse("outputs.shape", tuple(outputs.shape), f"targets.shape = {tuple(targets.shape)}", remedy)
+    are_labels = kind in CLASSES and not targets.is_floating_point()
+    if are_labels and targets.dim() > 1 and reduction == "mean":
+        raise Refusal(
+            f"targets are labels of shape {tuple(targets.shape)}, and a mean divides by the number of labels not "
+            'ignored in the whole batch: pass reduction="sum", or per_example_loss= with a mean over each example\'s '
+            'own labels, such as F.cross_entropy(outputs, targets, reduction="none").flatten(1).mean(1)'
         )
-        bound = "of shape [batch] under a mean, which divides by the number of labels not ignored in the whole batch"
-        raise check.refuse("targets", f"labels of shape {tuple(targets.shape)}", bound, remedy)
+
+
+class PrivateLoss:
+    """The loss of a physical batch. Its `backward` adds clipped gradients to the step instead of writing raw ones.
+
+    Args:
+        raw_loss: The mean loss of the batch, 0-dim.
+        hand_over: Adds the clipped gradients of the batch to its logical batch.
+    """
+
+    def __init__(self, raw_loss: Tensor, hand_over: Callable[[], None]) -> None:
+        self._raw_loss = raw_loss
+        self._hand_over: Callable[[], None] | None = hand_over
+
+    def backward(self) -> None:
+        """Add the batch to its logical batch; after the last one, write the noisy gradient to ``.grad``."""
+        hand_over, self._hand_over = self._hand_over, None  # frees the gradients, too
+        if hand_over is None:
+            raise stale_loss()
+        hand_over()
+
+    def item(self) -> float:
+        """Return the mean loss of the batch. It is raw: show it to yourself only."""
+        return self._raw_loss.item()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        # GradScaler.scale iterates over whatever is not a tensor.
+        raise Refusal(
+            "a private loss cannot be scaled by a GradScaler: train in bfloat16, which has the range of float32 and "
+            "needs no GradScaler under autocast"
+        )
+
+    def __truediv__(self, number: object) -> "PrivateLoss":
+        # Loops that accumulate gradients divide the loss, and so does Accelerate's backward.
+        raise Refusal(
+            f"a private loss cannot be divided by {number!r}: leave the division out; physical batches are added up "
+            "and divided by the batch size once"
+        )
+
+
+def stale_loss() -> Refusal:
+    """Return the error of a loss that is back-propagated twice, or too late."""
+    return Refusal(
+        "this loss was already back-propagated, or a later batch was used since: call training.loss(...).backward() "
+        "once for each batch, before the next one"
+    )

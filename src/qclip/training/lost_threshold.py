@@ -1,4 +1,4 @@
-"""A threshold that has lost its quantile: when it counts as lost, and what to do. Released values only: it is free."""
+"""Lost thresholds: when a threshold no longer follows its quantile, and the remedy. Released values only: no cost."""
 
 import math
 from collections.abc import Sequence
@@ -12,18 +12,19 @@ from qclip.thresholds.threshold import at
 from qclip.training.history import StepRecord
 
 EVERY = 10
-"""A threshold is judged at every tenth step; in between the last verdict stands."""
+"""A threshold is judged every so many steps; in between, the last verdict stands."""
 WINDOW = 30
-"""A verdict is about so many steps. From 0.1 down to 1e-6 takes `PrivateQuantile` some 40 steps."""
+"""Steps that a verdict looks back on. `PrivateQuantile` takes about 40 steps from 0.1 down to 1e-6."""
 MARGIN = 0.1
-"""A smaller error of the unclipped fraction is no loss, however sure: at p = 0.99 the end of the way is slow."""
+"""A smaller error of the unclipped fraction does not count, however certain: at p = 0.99 the last steps are slow."""
 SURE = 7.0
-"""How many standard errors the mean fraction must be away from p, besides the margin.
+"""The number of standard errors, besides the margin, between the mean fraction and p.
 
-By Student's law noise alone gets there in one of 9 million verdicts on a group: in a run of 10,000 steps, one in 9,000.
+By Student's t distribution, noise alone reaches it in one of 9 million verdicts on a group: in a run of 10,000 steps,
+with probability one in 9,000.
 """
 STILL = math.log(1.1)
-"""A tau that makes for its quantile by this much in a window is still on its way."""
+"""A tau that moves towards its quantile by this much in a window, in log scale, is still converging."""
 
 
 VANISHED = "more gradients vanish than p allows, and the others are clipped to almost nothing"
@@ -36,15 +37,24 @@ STUCK = "take a larger batch, another initial tau or another threshold"
 
 
 class LostThreshold(UserWarning):
-    """A threshold has lost its quantile; said once in a run."""
+    """The warning that a threshold no longer follows its quantile; issued once per run."""
 
 
 def lost_groups(records: Sequence[StepRecord], threshold: Threshold[object], names: Sequence[str]) -> tuple[str, ...]:
-    """The groups whose threshold counts as lost after the last of these records.
+    """Return the groups whose threshold counts as lost after the last of these records.
 
-    That is where tau was at a bound of the threshold in at least half of the last `WINDOW` steps; or where it stands
-    still although the unclipped fraction is off: p is missed by more than 0.1 and half of min(p, 1 - p), surely. The
-    size of the noise is that of the released fractions themselves. A threshold without a quantile has none to lose.
+    A group is lost in one of two cases:
+
+    * tau was at a bound of the threshold in at least half of the last `WINDOW` steps.
+    * tau stands still although the unclipped fraction misses p by more than 0.1 and by more than half of
+      min(p, 1 - p), with statistical certainty. The released fractions themselves give the size of the noise.
+
+    A threshold without a quantile is never lost.
+
+    Args:
+        records: The records of the run; the last `WINDOW` suffice.
+        threshold: The threshold of the run.
+        names: The names of the groups.
 
     >>> from qclip.thresholds import Constant, PrivateQuantile
     >>> records = [StepRecord(step, (1e-6,), (0.99,), 0.1) for step in range(30)]
@@ -58,59 +68,59 @@ def lost_groups(records: Sequence[StepRecord], threshold: Threshold[object], nam
         return records[-2].lost if len(records) > 1 else ()
     if len(records) < WINDOW:
         return ()
-    last = records[-WINDOW:]
-    taus = np.array([record.tau for record in last])
-    lost = _at_bound(taus, tau_min, tau_max) != 0
-    if threshold.private and all(record.noisy_unclipped for record in last):  # a raw quantile is where it should be
-        targets = np.array([at(p, record.step) for record in last])
-        errors = np.array([record.noisy_unclipped for record in last]) - targets[:, None]
-        lost |= _stuck(errors, np.log(taus), max(MARGIN, min(targets[-1], 1 - targets[-1]) / 2))
-    return tuple(name for name, gone in zip(names, lost, strict=True) if gone)
+    window = records[-WINDOW:]
+    taus = np.array([record.tau for record in window])
+    is_lost = _at_bound(taus, tau_min, tau_max) != 0
+    if threshold.private and all(record.noisy_unclipped for record in window):  # a raw quantile is exact
+        targets = np.array([at(p, record.step) for record in window])
+        errors = np.array([record.noisy_unclipped for record in window]) - targets[:, None]
+        is_lost |= _stuck(errors, np.log(taus), max(MARGIN, min(targets[-1], 1 - targets[-1]) / 2))
+    return tuple(name for name, lost in zip(names, is_lost, strict=True) if lost)
 
 
 def _aim(threshold: Threshold[object]) -> tuple[Schedule | float, float, float]:
-    """The p of a quantile, and its bounds where it has some."""
+    """Return p and the bounds of tau: 0 and inf for a threshold without bounds."""
     settings = vars(threshold)
     return settings["p"], settings.get("tau_min", 0.0), settings.get("tau_max", math.inf)
 
 
 def _at_bound(taus: Floats, tau_min: float, tau_max: float) -> Floats:
-    """For each group of [steps, groups]: -1 where tau was at its lower bound in half of the steps, 1 at the upper."""
+    """Return -1 for each group of taus, [steps, K], at its lower bound in half of the steps, 1 at the upper, else 0."""
     return np.where((taus <= tau_min).mean(0) >= 0.5, -1, np.where((taus >= tau_max).mean(0) >= 0.5, 1, 0))
 
 
 def _stuck(errors: Floats, log_taus: Floats, margin: float) -> Floats:
-    """Which groups of [steps, groups] miss their fraction for good, and do nothing about it."""
+    """Return, for errors and log taus of [steps, K], the mask of groups that miss p and do not move towards it."""
     mean = errors.mean(0)
-    far = np.abs(mean) > margin + SURE * errors.std(0, ddof=1) / math.sqrt(len(errors))
+    is_far = np.abs(mean) > margin + SURE * errors.std(0, ddof=1) / math.sqrt(len(errors))
     towards = -np.sign(mean) * (log_taus[-1] - log_taus[0])
-    return far & (towards < STILL)
+    return is_far & (towards < STILL)
 
 
 def explain(records: Sequence[StepRecord], threshold: Threshold[object], names: Sequence[str]) -> str:
-    """Since when the threshold is lost, in what way (that of the first group that is), and the remedy.
+    """Return since when the threshold is lost, how (for the first lost group), and the remedy.
 
-    Empty where the last record says that none is lost.
+    Empty if no group is lost in the last record.
     """
     lost = records[-1].lost if records else ()
     if not lost:
         return ""
     p, tau_min, tau_max = _aim(threshold)
     since = next((record.step + 1 for record in reversed(records) if not record.lost), 0)
-    last, group = records[-WINDOW:], list(names).index(lost[0])
-    taus = np.array([record.tau[group] for record in last])
-    fractions = [record.noisy_unclipped[group] for record in last if record.noisy_unclipped]
-    wanted = f"for p = {at(p, last[-1].step):.3g}"
-    found = f", where {np.mean(fractions):.2f} of the examples are left unclipped, {wanted}" if fractions else ""
+    window, group = records[-WINDOW:], list(names).index(lost[0])
+    taus = np.array([record.tau[group] for record in window])
+    fractions = [record.noisy_unclipped[group] for record in window if record.noisy_unclipped]
+    target = f"for p = {at(p, window[-1].step):.3g}"
+    fraction = f", where {np.mean(fractions):.2f} of the examples are left unclipped, {target}" if fractions else ""
     match _at_bound(taus, tau_min, tau_max):
         case -1:
-            how, remedy = f"tau is at its lower bound {tau_min:g}{found}: {VANISHED}", TOO_LOW
+            symptom, remedy = f"tau is at its lower bound {tau_min:g}{fraction}: {VANISHED}", TOO_LOW
         case 1:
-            how, remedy = f"tau is at its upper bound {tau_max:g}{found}", TOO_HIGH
+            symptom, remedy = f"tau is at its upper bound {tau_max:g}{fraction}", TOO_HIGH
         case _:
-            how, remedy = f"tau stays near {taus[-1]:.3g}{found}", STUCK
-    who = "the threshold" if len(names) == 1 else f"the threshold of {_listed(lost)}"
-    return f"{who} is lost since step {since}: {how}; {remedy}"
+            symptom, remedy = f"tau stays near {taus[-1]:.3g}{fraction}", STUCK
+    subject = "the threshold" if len(names) == 1 else f"the threshold of {_listed(lost)}"
+    return f"{subject} is lost since step {since}: {symptom}; {remedy}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""`make_private`: private training of a PyTorch model."""
+"""`make_private`: the differentially private training of a PyTorch model."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,6 +8,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from qclip import _validate as check
+from qclip._validate import Refusal, renamed
 from qclip.accounting import Accountant
 from qclip.engine import Engine
 from qclip.engine.compiled.driver import MODES, Compiled
@@ -16,15 +17,16 @@ from qclip.engine.groups import GroupSpec
 from qclip.schedules import Schedule
 from qclip.thresholds import PrivateQuantile, Threshold
 from qclip.thresholds.threshold import at, check_ahead
-from qclip.training.dataset_parts import refuse_repeated
-from qclip.training.earlier_runs import remember, warn_of_earlier
+from qclip.training.clipper import Evaluation
+from qclip.training.dataset import dataset_of, refuse_repeated
+from qclip.training.dataset import dataset_size as examples_in
+from qclip.training.history import remember, warn_of_earlier
 from qclip.training.losses import PerExample, per_example
 from qclip.training.plan import Sampling, plan_training
 from qclip.training.progress import working
 from qclip.training.rows import mean_over_rows
-from qclip.training.run import Evaluation, PrivateTraining
-from qclip.training.sampling import dataset_of, fixed_size
-from qclip.training.sampling import dataset_size as examples_in
+from qclip.training.run import PrivateTraining
+from qclip.training.sampling import fixed_size
 
 
 def make_private(
@@ -34,60 +36,100 @@ def make_private(
     *,
     loss: PerExample | None = None,
     per_example_loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    rows_per_example: int = 1,
     batch_size: int,
     dataset_size: int | None = None,
+    sampling: Sampling = "poisson",
     epochs: int | None = None,
     steps: int | None = None,
     epsilon: float | None = None,
     delta: float | None = None,
     noise_multiplier: float | None = None,
+    accountant: Accountant = "pld",
     threshold: Threshold[Any] = PrivateQuantile(0.7),  # noqa: B008 - immutable
-    step_size: Schedule | float | None = None,
-    normalize: bool = False,
     groups: GroupSpec = "flat",
-    rows_per_example: int = 1,
+    step_size: Schedule | float | None = None,
+    rescale_to_unit_norm: bool = False,
     physical_batch_size: int | None = None,
     compile: bool | str = False,
-    accountant: Accountant = "pld",
-    sampling: Sampling = "poisson",
-    data_independent: Sequence[str] = (),
+    data_independent_buffers: Sequence[str] = (),
     seed: int | None = None,
+    normalize: bool | None = None,
+    data_independent: Sequence[str] | None = None,
 ) -> PrivateTraining:
-    """Train this model privately, with this optimizer, on this data.
+    """Make the training of a model differentially private: clip per-example gradients, add noise, track epsilon.
 
-    loss: a criterion ``f(outputs, targets)``; a mean is converted to one loss per example where that is exact.
-    per_example_loss: ``f(model, batch)`` with one loss per example. Exactly one of the two.
-    dataset: map-style, or a DataLoader whose collate function, workers and pinning are kept.
-    batch_size: the *expected* number of examples of a step; each joins with probability ``batch_size / dataset_size``.
-    dataset_size: ``len(dataset)`` when left out, which then counts as public. A number that was chosen without looking
-        at it, where not even the length may be known: rate, steps, noise and delta follow from this number alone. The
-        expected batch is then ``batch_size * len(dataset) / dataset_size``, and is still divided by ``batch_size``.
-    epochs, steps: how long; exactly one of them. A pass over `PrivateTraining.loader` is an epoch, or all the steps.
-    epsilon, noise_multiplier: exactly one of them. The noise multiplier is that of gradient and counts together; 0
-        means no noise anywhere, and an infinite epsilon.
-    delta: 1 / (10 dataset_size) when left out.
-    threshold: where to clip; the 0.7-quantile of the gradient norms, learnt privately, when left out.
-    step_size: a schedule that sets the learning rate of every step, such as that of `qclip.schedules.coupled`; without
-        it the optimizer's own counts, and torch's schedulers move it.
-    normalize: divide the released gradient by the threshold (by that of all groups together): the learning rate is then
-        in units of tau, and an example moves the parameters by at most ``lr / batch_size``, whatever the scale of the
-        loss. A learning rate then need not be tuned anew for another threshold or p.
-    groups: which parameters are clipped together: "flat", "per-layer", or patterns of names.
-    rows_per_example: K rows that belong to one example, such as augmentations (`qclip.Repeated`) or the records of
-        a user; their losses are averaged before clipping. An item of the data set holds the K rows, stacked in front.
-    physical_batch_size: the most examples that go through the model at once. When left out, all of the step; with
-        ``compile`` a size that keeps padding under a tenth.
-    compile: run each physical batch, forward pass to clipped sums, as one compiled graph; True, or a mode of
-        torch.compile. Physical batches are padded to one size. The first takes from seconds to minutes; neither
-        epsilon nor the records change. What Python decides in the model's forward pass, other than by the kind of
-        batch, training flags and autocast, is frozen. A model that cannot be traced runs eager, with a warning.
-    accountant: "pld" (tight) or "rdp".
-    sampling: "poisson", or "uniform" (batches of one size) where there is no noise.
-    data_independent: patterns of buffers that a forward pass may change because nothing in the data changes them, such
-        as the power iteration of a spectral norm. Running statistics of torch's own layers are refused all the same.
-    seed: for sampling and noise. Leave it out unless you test: whoever knows it can subtract the noise.
+    Model, optimizer and data set are neither wrapped nor replaced. Move the model to its device first. In the examples,
+    ``common`` stands for ``batch_size=256, epochs=10, epsilon=3, delta=1e-5``:
 
-    Move the model to its device first.
+        training = make_private(model, optimizer, dataset, loss=nn.CrossEntropyLoss(), **common)
+        for epoch in range(10):
+            for batch in training.loader:
+                training.step(*batch)                           # forward, clip, noise, optimizer.step()
+
+        for x, y in training.loader:                            # the same in an ordinary loop
+            training.loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        make_private(..., threshold=qclip.Constant(1.0))        # a fixed clip norm: max_grad_norm of other libraries
+        make_private(..., groups="per-layer")                   # a clip norm for each layer
+        make_private(..., compile=True)                         # one compiled graph per physical batch
+        make_private(..., noise_multiplier=0)                   # QC-SGD without privacy; epsilon is infinite
+
+    Args:
+        model: Any module that treats the examples of a batch independently. Others are refused by name.
+        optimizer: A torch optimizer over the model's trainable parameters, or several that cover them together.
+        dataset: A map-style data set, or a DataLoader, whose collate function, workers and pinning are kept.
+        loss: A criterion ``f(outputs, targets)``. A mean becomes one loss per example where that is exact.
+        per_example_loss: ``f(model, batch)`` that returns one loss per example, [B]. Exactly one of ``loss`` and
+            ``per_example_loss``.
+        rows_per_example: The number K of rows of an example, such as augmentations (`qclip.Repeated`) or the records
+            of a user. Their losses are averaged before clipping. An item of the data set holds the K rows, stacked.
+
+        batch_size: The *expected* number of examples of a step. Each example joins with probability
+            ``batch_size / dataset_size``.
+        dataset_size: A public stand-in for ``len(dataset)``, chosen without looking at the data, for when even the
+            length is private. Sample rate, number of steps, noise and delta then follow from this number alone. The
+            expected batch is ``batch_size * len(dataset) / dataset_size``; the sum is still divided by ``batch_size``.
+        sampling: "poisson", or "uniform" (batches of one size) for training without noise.
+        epochs: The length of the run. A pass over `PrivateTraining.loader` is an epoch.
+        steps: The length of the run in logical steps. A pass is all of them. Exactly one of ``epochs`` and ``steps``.
+
+        epsilon: The privacy budget. Exactly one of ``epsilon`` and ``noise_multiplier``.
+        delta: By default ``1 / (10 * dataset_size)``.
+        noise_multiplier: The noise of gradient and counts together, relative to their sensitivity. 0 means no noise
+            at all, and an infinite epsilon.
+        accountant: "pld" (tight) or "rdp".
+
+        threshold: The clip norm, or how to learn it. By default the 0.7-quantile of the gradient norms, learnt
+            privately; `qclip.Constant` for a fixed clip norm.
+        groups: The parameters that are clipped together: "flat", "per-layer", or patterns of names.
+        step_size: A schedule that sets the learning rate of every step, such as that of `qclip.schedules.coupled`. By
+            default the optimizer's own learning rate is used, which torch's schedulers may change.
+        rescale_to_unit_norm: Whether to divide the released gradient by the clip norm (of all groups together). The
+            learning rate is then in units of the clip norm: an example moves the parameters by at most
+            ``lr / batch_size``, whatever the scale of the loss, and another threshold needs no new learning rate.
+
+        physical_batch_size: The most examples that go through the model at once. By default all of the step; with
+            ``compile`` a size that keeps padding under a tenth.
+        compile: Whether to run each physical batch, from forward pass to clipped sums, as one compiled graph: True, or
+            a mode of torch.compile. Physical batches are padded to one size. The first one takes seconds to minutes;
+            neither epsilon nor the records change. Python branches of the forward pass are frozen, except on the kind
+            of batch, training flags and autocast. A model that cannot be traced runs eager, with a warning.
+        data_independent_buffers: Patterns of buffers that a forward pass may change because their values do not
+            depend on the data, such as the power iteration of a spectral norm. Running statistics of torch's own
+            layers are refused all the same.
+        seed: The seed of sampling and noise. Leave it out except in tests: whoever knows it can subtract the noise.
+        normalize: The old name of ``rescale_to_unit_norm``, accepted until 1.0.
+        data_independent: The old name of ``data_independent_buffers``, accepted until 1.0.
+
+    Returns:
+        The run: its loader, its step, its epsilon, its history and its checkpoints.
+
+    Raises:
+        qclip.Refusal: For arguments that contradict each other, and for models whose per-example gradients cannot be
+            clipped exactly.
 
     >>> import torch
     >>> from torch.utils.data import TensorDataset
@@ -101,37 +143,30 @@ def make_private(
     >>> len(training.history), round(training.epsilon(), 2)
     (5, 1.19)
     """
+    if normalize is not None:
+        rescale_to_unit_norm = renamed("normalize", normalize, "rescale_to_unit_norm")
+    if data_independent is not None:
+        data_independent_buffers = renamed("data_independent", data_independent, "data_independent_buffers")
     criterion = loss if loss is not None else per_example_loss
     engine = Engine(
         model,
         criterion=criterion if isinstance(criterion, nn.Module) and criterion is not model else None,
         groups=groups,
-        data_independent=data_independent,
+        data_independent=data_independent_buffers,
     )
     if compile is not False and compile is not True:
         check.choice("compile", compile, MODES)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     _check_optimizers(optimizers, engine)
-    if (loss is None) == (per_example_loss is None):
-        remedy = "loss= is a criterion of outputs and targets, per_example_loss= a function of model and batch"
-        raise check.refuse("loss, per_example_loss", (loss, per_example_loss), "one given and one left out", remedy)
-    if not isinstance(threshold, Threshold):
-        remedy = "pass qclip.Constant(tau) for a fixed threshold, or leave it out for a quantile"
-        raise check.refuse("threshold", threshold, "a Threshold", remedy)
-    if physical_batch_size is not None:
-        check.count("physical_batch_size", physical_batch_size, "it is the most examples in memory at once")
-        if threshold.raw_access == "batch":
-            remedy = 'leave it out, or take over="dataset"'
-            bound = f"left out: {type(threshold).__name__} needs the norms of the whole batch before it clips"
-            raise check.refuse("physical_batch_size", physical_batch_size, bound, remedy)
-    examples = examples_in(dataset)
+    _check_choices(loss, per_example_loss, threshold, physical_batch_size)
+    num_examples = examples_in(dataset)
     if noise_multiplier != 0:
         refuse_repeated(dataset_of(dataset))
     if dataset_size is not None and sampling == "uniform":
-        remedy = "leave it out: batches of one size are for training without privacy, where nothing is hidden"
+        remedy = "uniform sampling is for training without privacy, where no size has to be hidden"
         raise check.refuse("dataset_size", dataset_size, f'left out with sampling="{sampling}"', remedy)
     plan = plan_training(
-        examples if dataset_size is None else dataset_size,
+        num_examples if dataset_size is None else dataset_size,
         batch_size,
         epochs=epochs,
         steps=steps,
@@ -156,7 +191,7 @@ def make_private(
         threshold,
         _evaluation(engine.model, loss, per_example_loss, check.count("rows_per_example", rows_per_example)),
         step_size=step_size,
-        normalize=normalize,
+        rescale_to_unit_norm=rescale_to_unit_norm,
         physical_batch_size=physical_batch_size,
         compiled=Compiled(engine, compile, slots=physical_batch_size, announce=working) if compile else None,
         seed=seed,
@@ -165,28 +200,54 @@ def make_private(
     return training
 
 
+def _check_choices(
+    loss: PerExample | None,
+    per_example_loss: Callable[[nn.Module, Any], Tensor] | None,
+    threshold: object,
+    physical_batch_size: int | None,
+) -> None:
+    if (loss is None) == (per_example_loss is None):
+        raise Refusal(
+            f"exactly one of loss and per_example_loss must be given, not loss = {loss!r} and per_example_loss = "
+            f"{per_example_loss!r}: loss= is a criterion of outputs and targets, per_example_loss= a function of model "
+            "and batch"
+        )
+    if not isinstance(threshold, Threshold):
+        remedy = "pass qclip.Constant(tau) for a fixed clip norm, or leave it out for a quantile"
+        raise check.refuse("threshold", threshold, "a Threshold", remedy)
+    if physical_batch_size is not None:
+        check.count("physical_batch_size", physical_batch_size, "it is the most examples in memory at once")
+        if threshold.raw_access == "batch":
+            raise Refusal(
+                f"physical_batch_size = {physical_batch_size} cuts the batch, but {type(threshold).__name__} needs the "
+                'norms of the whole batch before it clips: leave it out, or take over="dataset"'
+            )
+
+
 def _check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             remedy = "pass the torch optimizer itself, before any wrapper"
             raise check.refuse("optimizer", type(optimizer).__name__, "a torch.optim.Optimizer, or a list", remedy)
-        if "_optimizer_step_pre_hooks" not in vars(optimizer):  # a wrapper that only looks like one
+        if "_optimizer_step_pre_hooks" not in vars(optimizer):  # a wrapper that passes isinstance
             remedy = "pass the optimizer inside it, such as accelerated.optimizer"
             raise check.refuse("optimizer", type(optimizer).__name__, "torch's own, not a wrapper around one", remedy)
         if isinstance(optimizer, LBFGS):
-            remedy = "use SGD, Adam or another that steps on a gradient it is given"
+            remedy = "use SGD, Adam or another optimizer that steps on the gradient in .grad"
             raise check.refuse("optimizer", "LBFGS", "one that does not compute gradients by a closure", remedy)
     names = {id(parameter): name for name, parameter in engine.parameters.items()}
-    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
-    if held - set(names):
-        remedy = "give it the parameters of the model that is made private"
-        raise check.refuse(
-            "optimizer", f"over {len(held - set(names))} others", "over the model's parameters alone", remedy
+    optimized = {id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
+    if optimized - set(names):
+        raise Refusal(
+            f"optimizer has {len(optimized - set(names))} parameters that are not the model's: pass an optimizer over "
+            "the parameters of the model that is made private"
         )
-    missing = [name for key, name in names.items() if key not in held]
+    missing = [name for key, name in names.items() if key not in optimized]
     if missing:
-        remedy = "give the others to an optimizer, or freeze them by requires_grad_(False)"
-        raise check.refuse("optimizer", f"without {missing}", "over every trainable parameter of the model", remedy)
+        raise Refusal(
+            f"optimizer lacks the trainable parameters {missing}: add them to an optimizer, or freeze them by "
+            "requires_grad_(False)"
+        )
 
 
 def _evaluation(
@@ -195,7 +256,7 @@ def _evaluation(
     per_example_loss: Callable[[nn.Module, Any], Tensor] | None,
     rows_per_example: int,
 ) -> Evaluation:
-    """From a batch to its losses, through the model."""
+    """Return the computation of one loss per example through the model."""
     criterion = None if loss is None else per_example(loss)
 
     def losses(batch: Any) -> Tensor:

@@ -74,7 +74,7 @@ def test_digits_learn_at_epsilon_3():
     optimizer = torch.optim.SGD(model.parameters(), lr=task.defaults.learning_rate)
     training = make_private(
         model, optimizer, task.train, loss=task.loss, batch_size=task.defaults.batch_size, epochs=task.defaults.epochs,
-        epsilon=3, delta=1e-5, threshold=PrivateQuantile(0.7), normalize=True, seed=0,
+        epsilon=3, delta=1e-5, threshold=PrivateQuantile(0.7), rescale_to_unit_norm=True, seed=0,
     )  # fmt: skip
     for _ in range(task.defaults.epochs):
         for batch in training.loader:

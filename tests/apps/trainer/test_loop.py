@@ -169,7 +169,7 @@ def test_a_run_does_not_go_on_with_rows_that_changed(settings, tmp_path):
     other = first[:-1] + {"a": "b", "b": "a"}[first[-1]]
     file.write_text("\n".join([header, held_out, other, *rest]) + "\n")  # as many rows, columns and classes
     before = folder.metrics_file.read_bytes()
-    with pytest.raises(ValueError, match=r"dataset = 'changed' .* put back the data that the run began with"):
+    with pytest.raises(ValueError, match=r"dataset has changed .* put back the data that the run began with"):
         resume(Settings(), folder)
     assert folder.metrics_file.read_bytes() == before
     file.write_text("\n".join(rows) + "\n")
@@ -274,7 +274,7 @@ def test_a_certificate_that_cannot_be_had_does_not_cost_the_run(settings, tmp_pa
     summary = run.folder.summary()
     assert summary.finished
     assert summary.certificate is None
-    assert "normalize = True must be False" in summary.certificate_refused
+    assert "rescale_to_unit_norm = True must be False" in summary.certificate_refused
 
 
 def test_parameters_that_are_lost_stop_the_run_and_keep_its_checkpoint(settings, uninterrupted, tmp_path):

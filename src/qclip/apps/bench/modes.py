@@ -18,7 +18,7 @@ from qclip.apps.bench.workload import CLIP_NORM, NOISE_MULTIPLIER, Step, Workloa
 from qclip.engine import CostModel, Engine
 from qclip.engine.compiled.driver import Compiled
 from qclip.training import noise
-from qclip.training.noise_source import NoiseSource
+from qclip.training.noise import NoiseSource
 
 
 def plain(workload: Workload, compile_mode: str | None = None) -> Step:
@@ -50,6 +50,7 @@ def qclip(
     clipped = engine.clipped if compile_mode is None else partial(Compiled(engine, compile_mode).clipped, wait=False)
     source = NoiseSource(0)
     dims = noise.group_dims(engine.parameters, engine.groups.members, len(engine.groups))
+    dtypes = {name: parameter.dtype for name, parameter in engine.parameters.items()}
 
     def evaluate(batch: Batch) -> Tensor:
         return workload.losses(workload.model, batch)
@@ -58,9 +59,9 @@ def qclip(
         optimizer.zero_grad()
         result = clipped(evaluate, workload.batch, CLIP_NORM)
         raw_sum = noise.BoundedSum(result.sums, engine.groups.members, result.clip_norms, dims)
-        noisy = noise.release(raw_sum, NOISE_MULTIPLIER, source, divisor=workload.case.batch, like=engine.parameters)
+        noisy = noise.release(raw_sum, NOISE_MULTIPLIER, source, divisor=workload.case.batch, dtypes=dtypes)
         for name, parameter in engine.parameters.items():
-            parameter.grad = noisy[name]
+            parameter.grad = noisy.tensors[name]
         optimizer.step()
 
     return step

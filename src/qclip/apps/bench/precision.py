@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qclip import _validate as check
-from qclip.engine import tf32
+from qclip.engine.torch_settings import fp32_precision
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Precision:
 
     def settings(self) -> AbstractContextManager[None]:
         """Return a context with torch's settings for float32 products, which are restored at its end."""
-        return nullcontext() if self.tf32 is None else tf32.using("tf32" if self.tf32 else "ieee")
+        return nullcontext() if self.tf32 is None else fp32_precision("tf32" if self.tf32 else "ieee")
 
 
 PRECISIONS = {

@@ -188,8 +188,8 @@ def private_loop(work: Workload, dataset: TensorDataset, *, compiled: bool) -> I
         ticket = training.loader.tickets.front
         assert ticket is not None
         training.step(batch)
-        examples += ticket.size
-        slots += widest if compiled else ticket.rows  # a compiled step has as many slots as it was traced with
+        examples += ticket.num_examples
+        slots += widest if compiled else ticket.num_slots  # a compiled step has as many slots as it was traced with
         if training.updated:
             training.epsilon_curve(len(training.history))
             yield Taken(examples, slots)

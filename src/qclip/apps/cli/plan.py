@@ -12,8 +12,7 @@ from qclip import _validate as check
 from qclip import theory
 
 if TYPE_CHECKING:
-    from qclip.training.plan import TrainingPlan
-    from qclip.training.private_plan import PrivatePlan
+    from qclip.training.plan import PrivatePlan, TrainingPlan
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class PlanCommand:
         return replace(theory.plan(assumptions, steps=steps, noise_multiplier=noise, **public), privacy=privacy)
 
     def _private(self, training: "TrainingPlan | None", best: theory.Plan | None) -> "PrivatePlan":
-        from qclip.training.private_plan import plan_private
+        from qclip.training.plan import plan_private
 
         if training is None:  # the target determines the number of steps, and with it the noise
             assert best is not None

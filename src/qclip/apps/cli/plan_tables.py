@@ -6,7 +6,7 @@ from rich.table import Table
 
 from qclip import theory
 from qclip.apps.report import words
-from qclip.training.private_plan import PrivatePlan
+from qclip.training.plan import PrivatePlan
 
 SHRINKS = {
     "optimisation": "more steps, larger step size",

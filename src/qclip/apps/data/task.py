@@ -26,7 +26,7 @@ class Defaults:
     batch_size: int
     epochs: int
     learning_rate: float
-    """In units of the threshold (`make_private(normalize=True)`)."""
+    """In units of the threshold (`make_private(rescale_to_unit_norm=True)`)."""
     tau: float | None = None
     """A public threshold to clip at; None for the 0.7-quantile of the gradient norms."""
 

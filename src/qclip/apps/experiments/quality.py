@@ -65,7 +65,7 @@ def train(settings: QualitySettings, name: str, seed: int, noise_multiplier: flo
         noise_multiplier=noise_multiplier,
         delta=settings.delta,
         threshold=thresholds(settings)[name],
-        normalize=True,
+        rescale_to_unit_norm=True,
         seed=seed,  # for reproducibility; leave it out for sensitive data
     )
     for _ in range(settings.epochs):

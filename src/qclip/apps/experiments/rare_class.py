@@ -129,7 +129,7 @@ def _privately(
             epsilon=3.0,
             delta=1e-5,
             threshold=threshold,
-            normalize=True,
+            rescale_to_unit_norm=True,
             seed=seed,  # for reproducibility; leave it out for sensitive data
         )
         for _ in range(epochs):

@@ -18,9 +18,9 @@ from qclip.apps import data
 from qclip.apps.data import Task
 from qclip.apps.run_folder import RunFolder
 from qclip.apps.trainer.settings import Settings, agreed, from_public
+from qclip.training.dataset import dataset_size
 from qclip.training.make import make_private
 from qclip.training.run import PrivateTraining
-from qclip.training.sampling import dataset_size
 
 QUANTILES: dict[str, Callable[[float], thresholds.Threshold[Any]]] = {
     "private-quantile": thresholds.PrivateQuantile,
@@ -163,7 +163,7 @@ def _build(settings: Settings, task: Task, folder: RunFolder) -> TrainerRun:
         delta=settings.delta,
         noise_multiplier=settings.noise_multiplier,
         threshold=threshold(settings),
-        normalize=not settings.plain_steps,
+        rescale_to_unit_norm=not settings.plain_steps,
         groups=settings.groups or "flat",
         physical_batch_size=settings.physical_batch_size,
         compile=settings.compile,

@@ -1,1 +1,1 @@
-"""Capture: which functions consumed which parameters in a forward pass."""
+"""Capture: the use of parameters in a forward pass, and the checks before and after it."""

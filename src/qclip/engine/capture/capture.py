@@ -1,12 +1,11 @@
 """Capture: which functions consumed parameters in a forward pass, with what, and where their output gradients will be.
 
-Classifying a value as constant is about cost, never about truth: gradients of sources are exact for any value, and a
-call wrongly taken for a site fails the proof of ownership in `qclip.engine.proof.proof`.
+Classifying a value as constant affects cost, never correctness: gradients of sources are exact for any value, and a
+call that is wrongly recorded as a site fails the proof of ownership in `qclip.engine.proof.proof`.
 """
 
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,28 +15,32 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from qclip._validate import Refusal
-from qclip.engine.capture import faults
+from qclip.engine.capture.faults import CORRECTED
+from qclip.engine.capture.invocation import Invocation, opened
+from qclip.engine.capture.routing import ROUTING, moved_dimensions
+from qclip.engine.capture.substitutes import Substitutes
 from qclip.engine.gradients import rules
 from qclip.engine.gradients.layouts import relative
-from qclip.engine.gradients.rules.linear import is_ragged, widened_linear
-from qclip.engine.gradients.sites import Call, Output, Site, Source, is_in_place, leaves, map_leaves, tensors
+from qclip.engine.gradients.sites import Call, Output, Site, Source, tensors, with_tensors
 from qclip.engine.randomness import RandomState
-
-_T = torch.Tensor
-# Functions that take or put rows where an index says.
-_ROUTERS = {
-    _T.__getitem__, _T.__setitem__, torch.index_select, _T.index_select, torch.gather, _T.gather, torch.take, _T.take,
-    torch.take_along_dim, _T.take_along_dim, torch.masked_select, _T.masked_select, torch.scatter, _T.scatter,
-    _T.scatter_, torch.scatter_add, _T.scatter_add, _T.scatter_add_, torch.index_add, _T.index_add,
-    _T.index_add_, torch.index_copy, _T.index_copy, _T.index_copy_, torch.index_put, _T.index_put, _T.index_put_,
-    torch.index_fill, _T.index_fill, _T.index_fill_, torch.index_reduce, _T.index_reduce, _T.index_reduce_,
-    torch.scatter_reduce, _T.scatter_reduce, _T.scatter_reduce_, torch.masked_scatter, _T.masked_scatter,
-    _T.masked_scatter_, torch.repeat_interleave, _T.repeat_interleave, torch.narrow, _T.narrow, torch.select, _T.select,
-}  # fmt: skip
 
 
 class Capture(TorchFunctionMode):
-    """Records the sites of what runs inside it."""
+    """Records the sites of everything that runs inside it.
+
+    Every call of a torch function is classified by its arguments. A call without parameters yields data, or constants
+    if it reads nothing but constants. A call of parameters and constants yields a new source. A call that combines
+    sources with data is a site.
+
+    Args:
+        parameters: The trainable parameters by name.
+        constants: Frozen parameters, buffers and inputs that all examples share.
+        batch_size: The number of examples.
+        not_broadcasts: Ordinals of calls that look like broadcasts over the batch and are none.
+        keep_values: Whether sites keep a copy of their first output.
+        observe: Called with the index and the first output of every site.
+        substitutes: Runs the functions of a forward pass that is traced for a compiled step; None for an eager one.
+    """
 
     def __init__(
         self,
@@ -45,221 +48,240 @@ class Capture(TorchFunctionMode):
         constants: Iterable[Tensor],
         batch_size: int,
         *,
-        not_spreading: Collection[int] = (),
+        not_broadcasts: Collection[int] = (),
         keep_values: bool = False,
         observe: Callable[[int, Tensor], None] | None = None,
-        traced: bool = False,
+        substitutes: Substitutes | None = None,
     ) -> None:
         super().__init__()
         self.sites: list[Site] = []
         self.fingerprint = 0
-        """Of every call: which function, what shapes, which whole numbers; the same for every batch size."""
+        """Hash of every call: its function, shapes and integers; the same for every batch size."""
         self.routes = False
-        """Whether data decide which rows of a dimension that may hold examples go where."""
+        """Whether data decide where rows go, along a dimension that may hold examples."""
+        self.parameters = parameters  # tensors are kept alive so that their ids stay theirs
+        self.not_broadcasts = not_broadcasts
         self._batch_size = batch_size
         self._keep_values = keep_values
         self._observe = observe
-        self._traced = traced  # nothing is run, so there are no generators to remember
-        self._not_spreading = not_spreading
-        self._spread = -1
-        self.parameters = parameters  # tensors are kept alive so that their ids stay theirs
+        self._substitutes = substitutes
+        self._num_broadcasts = 0
         self._sources = {
             id(p): Source(get_gradient_edge(p), p.shape, p.dtype, frozenset([name])) for name, p in parameters.items()
         }
         self._alive: list[Tensor] = []
-        # Fixed: a frozen parameter or buffer, or made from one; such a tensor has no dimension of examples.
+        # Fixed: a frozen parameter or buffer, or computed from one; such a tensor has no dimension of examples.
         self._constants = {id(x): x for x in constants}
         self._fixed = set(self._constants)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        function, kwargs = func, kwargs or {}
-        found = list(tensors(args)) + list(tensors(kwargs.values()))
-        if not any(id(x) in self._sources for x in found):
-            result = self._note_constant(function(*args, **kwargs), found)
-            self._note_call(function, args, kwargs, result)
-            return result
+        call = Invocation.of(func, args, kwargs or {})
+        if not any(id(x) in self._sources for x in call.tensors):
+            return self._run_without_parameters(call)
         if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        opened = rules.DECOMPOSITIONS.get(function) or (_opened(function) if rules.find(function) is None else None)
-        if opened is not None:
-            try:
-                with self:
-                    return opened(*args, **kwargs)
-            except NotImplementedError as error:
-                call = self._describe(function, args, kwargs)
-                raise Refusal(f"{call}: {error}") from error
-        result = self._call(function, args, kwargs, found)
-        self._note_call(function, args, kwargs, result)
+            return func(*call.args, **call.kwargs)
+        entry = rules.find(func)
+        parts = rules.DECOMPOSITIONS.get(func) or (_opened(func) if entry is None else None)
+        return self._run_with_parameters(call, entry) if parts is None else self._run_parts(call, parts)
+
+    # Run
+
+    def _run_without_parameters(self, call: Invocation) -> Any:
+        result, results = self._run(call)
+        self._note_constants(call.tensors, results)
+        self._note_call(call, results)
         return result
 
-    def _note_call(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
-        """Add a call to the fingerprint, and notice rows that are moved about by data."""
-        shapes = tuple(relative(x.shape, self._batch_size) for x in tensors((result,)))
-        if shapes or is_in_place(function):
-            given = list(leaves((args, tuple(kwargs.values()))))
-            numbers = relative([x for x in given if isinstance(x, int)], self._batch_size)
-            # Of other numbers only whether they are zero: a term that is switched on is another kind of pass.
-            others = tuple(bool(x) if isinstance(x, float) else x for x in given if isinstance(x, (float, str)))
-            self.fingerprint = hash((self.fingerprint, function, shapes, numbers, others))
-            if not self.routes:
-                self.routes = function in _ROUTERS and self._routes(args, kwargs)
-                lookup = function in (F.embedding, torch.embedding)
-                self.routes |= lookup and self._looks_up_rows(tensors((*args, *kwargs.values())))
+    def _run_parts(self, call: Invocation, parts: Callable[..., Any]) -> Any:
+        """Run the calls that a function consists of, and capture these instead of the function."""
+        try:
+            with self:
+                return parts(*call.args, **call.kwargs)
+        except NotImplementedError as error:
+            raise Refusal(f"{self._detached(call)}: {error}") from error
 
-    def _routes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether data say which rows are taken, along a dimension that may hold examples."""
-        rows, *rest = (*args, *kwargs.values())
-        if not isinstance(rows, Tensor) or id(rows) in self._sources or id(rows) in self._constants:
-            return False
-        dims = [x for x in rest if isinstance(x, int)]
-        k = dims[0] % max(rows.dim(), 1) if dims and not isinstance(rest[0], (tuple, Tensor)) else 0
-        for index in rest[0] if rest and isinstance(rest[0], tuple) else [x for x in rest if isinstance(x, Tensor)][:1]:
-            if index is Ellipsis:
-                k = rows.dim() - 1  # what follows counts from the end; the last dimension stands for it
-                continue
-            width = (
-                0 if index is None else index.dim() if isinstance(index, Tensor) and index.dtype == torch.bool else 1
-            )
-            by_data = isinstance(index, Tensor) and id(index) not in self._constants
-            if by_data and any(self._may_hold(rows.shape[j], j) for j in range(k, min(k + width, rows.dim()))):
-                return True
-            k += width
-        return False
-
-    def _looks_up_rows(self, found: Iterable[Tensor]) -> bool:
-        """Whether the table of an embedding is itself data."""
-        tables = [x for x in found if x.is_floating_point() and id(x) not in self._sources]
-        return any(id(x) not in self._constants and x.dim() and self._may_hold(x.shape[0]) for x in tables)
-
-    def _may_hold(self, length: int, dim: int = 0) -> bool:
-        """Whether a dimension may hold examples: one row each, or several in the first dimension."""
-        return self._batch_size > 1 and (
-            length == self._batch_size or (dim == 0 and length > 0 and length % self._batch_size == 0)
-        )
-
-    def _note_constant(self, result: Any, found: list[Tensor]) -> Any:
-        constant = all(id(x) in self._constants for x in found)
-        fixed = constant and any(id(x) in self._fixed for x in found)
-        rows = (self._batch_size,)
-        for x in tensors((result,)):
-            if constant and not x.requires_grad:
-                self._constants[id(x)] = x
-                if fixed and (x.shape[:1] != rows or any(other.shape[:1] == rows for other in found)):
-                    self._fixed.add(id(x))  # not expanded to a row per example just now
-            elif id(x) in self._constants:  # data was written into it
-                del self._constants[id(x)]
-                self._fixed.discard(id(x))
+    def _run_with_parameters(self, call: Invocation, entry: rules.Entry | None) -> Any:
+        data = [x for x in call.tensors if self._is_data(x)]
+        data_nodes = _nodes(data)
+        # A call without a rule may have to run again, with the same random numbers. A traced call runs only once.
+        may_run_again = entry is None and bool(data) and self._substitutes is None
+        random_state = RandomState.now(data[0].device) if may_run_again else None
+        detached = self._detached(call)  # before the function can overwrite an argument
+        result, results = self._run(call)
+        outputs = _outputs(call, results)
+        if outputs and (data or (entry is not None and self._is_broadcast(detached, outputs))):
+            if entry is not None or _depends(outputs, detached.sources.values(), data_nodes):
+                broadcast_index = None if data else self._num_broadcasts - 1
+                self._record_site(detached, entry, outputs, results, data_nodes, random_state, broadcast_index)
+            # Else a call such as x.type_as(parameter), which takes no value from its source.
+        elif outputs:
+            self._record_sources(detached, results)
+        elif not data:
+            self._note_constants((), results)
+        self._note_call(call, results)
         return result
 
-    def _call(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: list[Tensor]
-    ) -> Any:
-        data = [x for x in found if id(x) not in self._sources and (x.requires_grad or id(x) not in self._constants)]
-        entry = rules.find(function)
-        # A call without a rule may have to be run again, so its randomness must be known.
-        random_state = None if entry is not None or not data or self._traced else RandomState.now(data[0].device)
-        nodes = tuple(frozenset({get_gradient_edge(x).node, _lasting_edge(x).node}) for x in data if x.requires_grad)
-        call = self._describe(function, args, kwargs)
-        if self._traced and function is F.linear and is_ragged(*args, **kwargs):
-            result, whole = widened_linear(*args, **kwargs)
-            results = [whole]
+    def _run(self, call: Invocation) -> tuple[Any, list[Tensor]]:
+        """Run a call; return its result, and the tensors whose gradients a site needs."""
+        if self._substitutes is None:
+            result = CORRECTED.get(call.function, call.function)(*call.args, **call.kwargs)
         else:
-            result = faults.right(function)(*args, **kwargs)
-            results = list(tensors((result,)))
-        in_place = is_in_place(function)
-        passed_on = set() if in_place else {id(x) for x in found}  # such as x.contiguous() where it already was
-        old = set() if in_place else {id(x._base) for x in found if x._is_view()} | passed_on
-        outputs = tuple(
-            Output(k, _lasting_edge(x, old), x.shape, x.dtype)
-            for k, x in enumerate(results)
-            if x.requires_grad and id(x) not in passed_on
+            result = self._substitutes.run(call.function, call.args, call.kwargs)
+        results = [result] if isinstance(result, Tensor) else tensors(result)
+        if self._substitutes is not None and call.function is F.linear:
+            results = [self._substitutes.whole(x) for x in results]
+        return result, results
+
+    # Classify
+
+    def _is_data(self, x: Tensor) -> bool:
+        return id(x) not in self._sources and (x.requires_grad or id(x) not in self._constants)
+
+    def _may_hold_examples(self, length: int, dim: int) -> bool:
+        """Return whether a dimension may hold examples: one row each, or several in the first dimension."""
+        several = dim == 0 and length > 0 and length % self._batch_size == 0
+        return self._batch_size > 1 and (length == self._batch_size or several)
+
+    def _is_broadcast(self, call: Call, outputs: Sequence[Output]) -> bool:
+        """Return whether a parameter-only call is to be recorded as a site that gives every example a row."""
+        if not self._looks_like_broadcast(call, outputs[0].shape):
+            return False
+        self._num_broadcasts += 1
+        return self._num_broadcasts - 1 not in self.not_broadcasts
+
+    def _looks_like_broadcast(self, call: Call, shape: torch.Size) -> bool:
+        """Return whether an output may have a row per example, by expanding a source or from a constant with rows."""
+        if self._batch_size == 1:
+            return False
+        others = [x for x, _ in call.versions if id(x) not in call.sources]
+        if others:
+            constants = [x for x in others if id(x) not in call.fixed and x.dim() > 1]  # a vector holds positions
+            has_rows = bool(shape) and self._may_hold_examples(shape[0], 0)
+            return has_rows and any(x.shape[0] == shape[0] for x in constants)
+        sources = [source.shape for source in call.sources.values()]
+        return _repeats(shape, sources, self._batch_size) or any(
+            self._may_hold_examples(length, dim) and _is_new(dim - len(shape), sources)
+            for dim, length in enumerate(shape)
         )
-        if not outputs:
-            return result if data else self._note_constant(result, [])
-        if not data and (entry is None or not self._is_spreading(call, outputs)):
-            self._derive(call, results)
-            return result
-        if entry is None and not _depends(outputs, call.sources.values(), nodes):
-            return result  # such as x.type_as(parameter)
+
+    def _moves_examples(self, call: Invocation) -> bool:
+        """Return whether data decide where rows go, along a dimension that may hold examples."""
+        return any(
+            id(rows) not in self._sources
+            and id(rows) not in self._constants
+            and id(index) not in self._constants
+            and any(self._may_hold_examples(rows.shape[dim], dim) for dim in dims)
+            for rows, index, dims in moved_dimensions(call)
+        )
+
+    # Record
+
+    def _detached(self, call: Invocation) -> Call:
+        """Return the call with detached tensors, as it is before it runs."""
+        overwritten = call.args[0] if call.args and call.in_place else None
+        plain = [x.detach().clone() if x is overwritten else x.detach() for x in call.tensors]
+        pairs = list(zip(call.tensors, plain, strict=True))
+        sources = {id(copy): self._sources[id(x)] for x, copy in pairs if id(x) in self._sources}
+        fixed = frozenset(id(copy) for x, copy in pairs if id(x) in self._sources or id(x) in self._fixed)
+        args, kwargs = with_tensors(call.args, call.kwargs, plain)
+        versions = tuple((copy, copy._version) for copy in plain)
+        return Call(call.function, args, kwargs, sources, versions, fixed, call.in_place)
+
+    def _record_sources(self, call: Call, results: Iterable[Tensor]) -> None:
+        parents = tuple(dict.fromkeys(call.sources.values()))
+        names = frozenset(name for parent in parents for name in parent.parameters)
+        for x in results:
+            if x.requires_grad and (call.in_place or id(x) not in self._sources):
+                self._sources[id(x)] = Source(get_gradient_edge(x), x.shape, x.dtype, names, call, parents)
+                self._alive.append(x)
+
+    def _record_site(
+        self,
+        call: Call,
+        entry: rules.Entry | None,
+        outputs: tuple[Output, ...],
+        results: Sequence[Tensor],
+        data_nodes: tuple[frozenset[Node], ...],
+        random_state: RandomState | None,
+        broadcast_index: int | None,
+    ) -> None:
         first = results[outputs[0].position].detach()
         cast_to = first.dtype if torch.is_autocast_enabled(first.device.type) else None
         value = first.clone() if self._keep_values else None
         if self._observe is not None:
             self._observe(len(self.sites), first)
-        self.sites.append(
-            Site(call, entry, outputs, nodes, cast_to, random_state, value, None if data else self._spread)
-        )
-        for x in results:  # data by now, whatever it was before
+        self.sites.append(Site(call, entry, outputs, data_nodes, cast_to, random_state, value, broadcast_index))
+        for x in results:  # data from now on, even if it was a source or a constant that the call overwrote
             self._sources.pop(id(x), None)
-            self._constants.pop(id(x), None)
-            self._fixed.discard(id(x))
-        return result
+            self._forget_constant(x)
 
-    def _describe(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        sources: dict[int, Source] = {}
-        fixed: set[int] = set()
-        versions: list[tuple[Tensor, int]] = []
-        overwritten = args[0] if args and is_in_place(function) else None
-
-        def detach(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                source = self._sources.get(id(x))
-                plain = x.detach().clone() if x is overwritten else x.detach()
-                versions.append((plain, plain._version))
-                if source is not None:
-                    sources[id(plain)] = source
-                if source is not None or id(x) in self._fixed:
-                    fixed.add(id(plain))
-                return plain
-            return x
-
-        args = tuple(map_leaves(x, detach) for x in args)
-        kwargs = {key: map_leaves(x, detach) for key, x in kwargs.items()}
-        return Call(function, args, kwargs, sources, tuple(versions), frozenset(fixed))
-
-    def _derive(self, call: Call, results: list[Tensor]) -> None:
-        parents = tuple(dict.fromkeys(call.sources.values()))
-        names = frozenset(name for parent in parents for name in parent.parameters)
-        in_place = is_in_place(call.function)
+    def _note_constants(self, arguments: Sequence[Tensor], results: Iterable[Tensor]) -> None:
+        """Remember results that are constants; forget those into which data was written."""
+        constant = all(id(x) in self._constants for x in arguments)
+        fixed = constant and any(id(x) in self._fixed for x in arguments)
+        rows = (self._batch_size,)
         for x in results:
-            if x.requires_grad and (in_place or id(x) not in self._sources):
-                self._sources[id(x)] = Source(get_gradient_edge(x), x.shape, x.dtype, names, call, parents)
-                self._alive.append(x)
+            if constant and not x.requires_grad:
+                self._constants[id(x)] = x
+                if fixed and (x.shape[:1] != rows or any(other.shape[:1] == rows for other in arguments)):
+                    self._fixed.add(id(x))  # this call did not expand it to a row per example
+            else:
+                self._forget_constant(x)
 
-    def _is_spreading(self, call: Call, outputs: tuple[Output, ...]) -> bool:
-        if not self._spreads(call, outputs):
-            return False
-        self._spread += 1
-        return self._spread not in self._not_spreading
+    def _forget_constant(self, x: Tensor) -> None:
+        self._constants.pop(id(x), None)
+        self._fixed.discard(id(x))
 
-    def _spreads(self, call: Call, outputs: tuple[Output, ...]) -> bool:
-        """Whether a call without data gives its sources a row per example, by expanding or from a constant with one."""
-        count, shape = self._batch_size, outputs[0].shape
-        if count == 1:
-            return False
-        others = [x for x, _ in call.versions if id(x) not in call.sources]
-        if others:  # a vector is rather one of positions than one of examples
-            constants = [x for x in others if id(x) not in call.fixed]
-            grown = bool(shape) and self._may_hold(shape[0])
-            return grown and any(x.dim() > 1 and x.shape[0] == shape[0] for x in constants)
-        brought = [source.shape for source in call.sources.values()]
-        if any(len(s) == len(shape) and s[:1] and s[0] * count == shape[0] for s in brought):
-            return True  # repeated as a whole
-        return any(
-            self._may_hold(shape[-k], len(shape) - k) and all(len(s) < k or s[-k] == 1 for s in brought)
-            for k in range(1, len(shape) + 1)
-        )
+    def _note_call(self, call: Invocation, results: Sequence[Tensor]) -> None:
+        """Add a call to the fingerprint, and notice whether data move rows."""
+        if not results and not call.in_place:
+            return
+        shapes = tuple(relative(x.shape, self._batch_size) for x in results)
+        integers = relative([x for x in call.scalars if isinstance(x, int)], self._batch_size)
+        # Of floats only whether they are zero: a term that is switched on makes another kind of pass.
+        others = tuple(bool(x) if isinstance(x, float) else x for x in call.scalars if isinstance(x, (float, str)))
+        self.fingerprint = hash((self.fingerprint, call.function, shapes, integers, others))
+        self.routes = self.routes or (call.function in ROUTING and self._moves_examples(call))
+
+
+def _outputs(call: Invocation, results: Sequence[Tensor]) -> tuple[Output, ...]:
+    """Return the differentiable tensors that a call computed, without arguments that it passed on."""
+    passed_on = set() if call.in_place else {id(x) for x in call.tensors}  # such as by x.contiguous()
+    old = set() if call.in_place else {id(x._base) for x in call.tensors if x._is_view()} | passed_on
+    return tuple(
+        Output(k, _lasting_edge(x, old), x.shape, x.dtype)
+        for k, x in enumerate(results)
+        if x.requires_grad and id(x) not in passed_on
+    )
+
+
+def _nodes(data: Iterable[Tensor]) -> tuple[frozenset[Node], ...]:
+    """Return the autograd nodes of each differentiable tensor."""
+    differentiable = [x for x in data if x.requires_grad]
+    return tuple(frozenset({get_gradient_edge(x).node, _lasting_edge(x).node}) for x in differentiable)
+
+
+def _repeats(shape: torch.Size, sources: Iterable[torch.Size], batch_size: int) -> bool:
+    """Return whether a shape is that of a source repeated for every example."""
+    return any(len(s) == len(shape) and s[:1] and s[0] * batch_size == shape[0] for s in sources)
+
+
+def _is_new(dim: int, shapes: Iterable[torch.Size]) -> bool:
+    """Return whether none of the shapes has a dimension, counted from the end, other than of length 1."""
+    return all(len(shape) < -dim or shape[dim] == 1 for shape in shapes)
 
 
 def _lasting_edge(x: Tensor, old: Collection[int] = ()) -> GradientEdge:
-    """The edge of a tensor's value now, such that writing into the tensor later does not take it out of the graph.
+    """Return the edge of a tensor's value, such that writing into the tensor later does not remove it from the graph.
 
-    Writing into a view makes new nodes for the view and keeps those of its base, so a new view of all of its base is
-    known by the base. ``old`` holds the ids of bases that were there before and have a value of their own.
+    Writing into a view makes new nodes for the view and keeps those of its base. So a new view of a whole base is
+    identified by the base.
+
+    Args:
+        x: The tensor.
+        old: The ids of bases that existed before the call and have a value of their own.
     """
     base = x._base if x._is_view() else None
     whole = base is not None and id(base) not in old and base.numel() == x.numel()
@@ -269,7 +291,7 @@ def _lasting_edge(x: Tensor, old: Collection[int] = ()) -> GradientEdge:
 
 
 def _depends(outputs: Iterable[Output], sources: Iterable[Source], data_nodes: Iterable[frozenset[Node]]) -> bool:
-    """Whether the outputs' gradient reaches a source by another way than through the data."""
+    """Return whether the gradient of the outputs reaches a source by another way than through the data."""
     wanted = {source.edge.node for source in sources}
     seen = set().union(*data_nodes)
     ahead = [output.edge.node for output in outputs]
@@ -283,21 +305,7 @@ def _depends(outputs: Iterable[Output], sources: Iterable[Source], data_nodes: I
     return False
 
 
-@cache
 def _opened(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A torch function written in Python, remade so that the calls inside it are seen one by one.
-
-    Such a function first asks whether a mode or subclass wants to handle it as a whole. This copy is told no.
-    """
-    if not isinstance(function, types.FunctionType) or function.__module__ != F.__name__ or function.__closure__:
-        return None
-    no = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
-    copy = types.FunctionType(
-        function.__code__, {**function.__globals__, **no}, function.__name__, function.__defaults__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-def _no(*_: Any) -> bool:
-    return False
+    """Return a torch function written in Python such that its inner calls are captured one by one; else None."""
+    in_python = isinstance(function, types.FunctionType) and function.__module__ == F.__name__
+    return opened(function) if in_python and not function.__closure__ else None

@@ -1,36 +1,40 @@
-"""Checks: everything that must be true before a gradient is used. Each refusal names what and says what to do."""
+"""Checks: conditions that must hold before a gradient is used. Each refusal names the obstacle and a remedy."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
 from qclip._validate import Refusal
-from qclip.engine.capture import constants, running_state
-from qclip.engine.gradients.sites import Site, is_in_place
+from qclip.engine.capture import constants
+from qclip.engine.gradients.sites import Site
 
-# What torch.distributed makes of modules, by name: importing it takes seconds.
+# Classes of modules that torch.distributed makes, by name: importing it takes seconds.
 _DISTRIBUTED = {"FSDPModule": "fully_shard", "FullyShardedDataParallel": "FullyShardedDataParallel", "DDP": "replicate"}
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The plain module: a compiled one is unwrapped, other wrappers are refused."""
+    """Return the plain module: a compiled one is unwrapped, other wrappers are refused."""
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
     name = type(model).__name__
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise Refusal(f"{name} synchronises raw gradients between processes; pass the module inside it (model.module)")
     for path, module in model.named_modules():
-        way = _distributed_by(type(module))
-        if way is not None:
+        maker = _distributed_by(type(module))
+        if maker is not None:
             raise Refusal(
-                f"{_named(path, module)} is sharded or replicated by {way}, which synchronises raw gradients "
-                f"between processes; that is not supported yet: make the model private without {way}"
+                f"{_named(path, module)} is sharded or replicated by {maker}, which synchronises raw gradients "
+                f"between processes; that is not supported yet: make the model private without {maker}"
             )
     if isinstance(model, torch.jit.ScriptModule):
         raise Refusal(
@@ -40,7 +44,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _distributed_by(kind: type[nn.Module]) -> str | None:
-    """What made this class of modules, where torch.distributed did."""
+    """Return the function of torch.distributed that made a class of modules, if any."""
     bases = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.distributed.")]
     return next((_DISTRIBUTED[name] for name in bases if name in _DISTRIBUTED), None)
 
@@ -50,7 +54,17 @@ def _named(path: str, module: nn.Module) -> str:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The trainable parameters by name, in precisions that can be clipped exactly."""
+    """Return the trainable parameters by name.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The parameters that require gradients, in the order of the model.
+
+    Raises:
+        Refusal: If there are none, or if one has a dtype that cannot be clipped exactly, a gradient hook or no shape.
+    """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise Refusal("the model has no trainable parameters; set requires_grad=True on those to train")
@@ -62,7 +76,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
             )
         if parameter.dtype not in (torch.float32, torch.float64, torch.bfloat16):
             raise Refusal(
-                f"parameter {name!r} is {parameter.dtype}; real floating-point parameters are supported, not this"
+                f"parameter {name!r} is {parameter.dtype}; use a real floating-point type: float32, float64, bfloat16"
             )
         if parameter._backward_hooks:
             raise Refusal(
@@ -80,25 +94,29 @@ class State:
 
     tensors: Mapping[str, tuple[Tensor, int]]
     values: Mapping[str, Tensor] | None
-    """Of the constants, for what writes without raising the version: ``.data``, and torch's own batch norm."""
+    """Of the constants, to notice writes that do not raise the version: by ``.data``, and by torch's batch norm."""
 
     @staticmethod
     def of(model: nn.Module, criterion: nn.Module | None = None, *, by_value: bool = False) -> "State":
-        """Now."""
+        """Take note of the current state; ``by_value`` also copies the values of constants."""
         tensors = {name: (x, x._version) for name, x in named_tensors(model, criterion)}
         if not by_value:
             return State(tensors, None)
         return State(tensors, {name: constants.values(x) for name, (x, _) in tensors.items() if is_constant(name, x)})
 
-    @property
+    @cached_property
     def constants(self) -> dict[str, Tensor]:
-        """What training does not move."""
+        """The tensors that training does not move, by name."""
         return {name: x for name, (x, _) in self.tensors.items() if is_constant(name, x)}
 
     def require_unmoved(self, model: nn.Module, criterion: nn.Module | None, allowed: Iterable[str]) -> None:
-        """Refuse a forward pass that changed a parameter or buffer, other than those declared data-independent.
+        """Refuse a forward pass that changed a parameter or buffer.
 
-        What is known to follow the data cannot be declared away.
+        Args:
+            model: The model after the forward pass.
+            criterion: Its criterion.
+            allowed: Glob patterns of buffers that are declared to be independent of the data. Running statistics of
+                layers of torch follow the data, whatever is declared.
         """
         for name, x in named_tensors(model, criterion):
             tensor, version = self.tensors.get(name, (None, 0))
@@ -119,7 +137,7 @@ def _require_no_running_state(model: nn.Module, changed: Tensor) -> None:
     """Refuse by name a layer of torch that made this tensor follow the data; others may share it."""
     for path, layer in model.named_modules():
         for name, x in (*layer._parameters.items(), *layer._buffers.items()):
-            remedy = running_state.remedy(layer, name) if x is changed else None
+            remedy = running_state_remedy(layer, name) if x is changed else None
             if remedy is not None:
                 raise Refusal(
                     f"{_named(path, layer)} keeps what the data did to it in the forward pass, which would be released "
@@ -127,12 +145,37 @@ def _require_no_running_state(model: nn.Module, changed: Tensor) -> None:
                 )
 
 
+def running_state_remedy(layer: nn.Module, tensor: str) -> str | None:
+    """Return a remedy for a layer of torch that updates a tensor of its own from the data of a forward pass.
+
+    Args:
+        layer: The layer; subclasses are treated like the layers of torch that they derive from.
+        tensor: The name of a parameter or buffer of the layer.
+
+    Returns:
+        The remedy, or None if the layer is not known to update this tensor.
+    """
+    if isinstance(layer, _NormBase) and tensor in _STATISTICS:
+        if isinstance(layer, _InstanceNorm):
+            return "make it with track_running_stats=False, so that it normalises every example by itself"
+        return (
+            "replace it by GroupNorm, or, where its statistics come from public data, keep them fixed: call eval() on "
+            "it after every train() of the model (its weight and bias are still trained)"
+        )
+    if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None and tensor == "weight":
+        return "make it with max_norm=None; normalise what it returns instead, if need be"
+    # Observers and fake quantizers, by name: torch has announced that it will remove them.
+    if any(kind.__module__.startswith("torch.ao.quantization.") for kind in type(layer).__mro__):
+        return "disable its observer, and quantize after private training"
+    return None
+
+
 CRITERION: Final = "criterion."
-"""What the names of a criterion's tensors begin with."""
+"""The prefix of the names of a criterion's tensors."""
 
 
 def named_tensors(model: nn.Module, criterion: nn.Module | None = None) -> Iterable[tuple[str, Tensor]]:
-    """Parameters and buffers, of the model and of its criterion."""
+    """Yield the parameters and buffers of the model and of its criterion, by name."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     if criterion is not None:
@@ -140,7 +183,7 @@ def named_tensors(model: nn.Module, criterion: nn.Module | None = None) -> Itera
 
 
 def is_constant(name: str, x: Tensor) -> bool:
-    """Whether training leaves it alone: a buffer, a frozen parameter, anything of a criterion."""
+    """Return whether training does not move a tensor: a buffer, a frozen parameter, or a tensor of a criterion."""
     return not x.requires_grad or name.startswith(CRITERION)
 
 
@@ -152,13 +195,13 @@ def _owner(name: str, model: nn.Module, criterion: nn.Module | None) -> nn.Modul
 
 
 def require_gradient_mode() -> None:
-    """Refuse to train where torch keeps no record of what was computed."""
+    """Refuse inference mode, in which torch does not record a graph."""
     if torch.is_inference_mode_enabled():
         raise Refusal("no gradients in inference mode; leave torch.inference_mode() for training")
 
 
 def require_inputs(batch: Any) -> None:
-    """Only tensors, numbers and text: what else a batch holds could not be told apart by example."""
+    """Refuse a batch that holds anything but dense tensors, numbers and text: other values have no examples."""
     for leaf in pytree.tree_leaves(batch):
         if not isinstance(leaf, (Tensor, int, float, str, bool, type(None), torch.dtype, torch.device)):
             raise Refusal(
@@ -170,7 +213,7 @@ def require_inputs(batch: Any) -> None:
 
 
 def require_losses(losses: Any, batch_size: int) -> None:
-    """One loss per example, differentiable."""
+    """Refuse losses unless they are a differentiable tensor with one loss per example, [B]."""
     if not isinstance(losses, Tensor):
         raise Refusal(
             f"the loss is a {type(losses).__name__}; it must be a tensor of {batch_size} losses, one per example"
@@ -199,58 +242,66 @@ def require_losses(losses: Any, batch_size: int) -> None:
 def unseen_parameters(
     losses: Tensor, sites: Sequence[Site], parameters: Mapping[str, Tensor]
 ) -> tuple[list[str], list[bool]]:
-    """The parameters that the loss depends on by a way that no site accounts for, by autograd's own graph.
+    """Walk autograd's graph from the losses to the parameters.
 
-    And which sites it depends on.
+    Args:
+        losses: One loss per example, [B].
+        sites: The captured sites.
+        parameters: The trainable parameters by name.
+
+    Returns:
+        The names of the parameters that the losses depend on by a path without a site; and for each site, whether the
+        losses depend on it.
+
+    Raises:
+        Refusal: If the graph contains a reentrant checkpoint, which hides a part of it.
     """
     names = {get_gradient_edge(p).node: name for name, p in parameters.items()}
     at_site = {output.edge.node: site for site in sites for output in site.outputs}
-    found: set[str] = set()
-    seen: set[Node] = set()
+    unseen: set[str] = set()
+    visited: set[Node] = set()
     ahead = [get_gradient_edge(losses).node]
     while ahead:
         node = ahead.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if node in at_site:
             beyond, strangers = _behind(node, at_site, names)
             ahead.extend(beyond)
-            found |= strangers
+            unseen |= strangers
         elif node in names:
-            found.add(names[node])
+            unseen.add(names[node])
+        elif node.name() == "CheckpointFunctionBackward":
+            raise Refusal("activation checkpointing with use_reentrant=True hides its graph; pass use_reentrant=False")
         else:
-            if node.name() == "CheckpointFunctionBackward":
-                raise Refusal(
-                    "activation checkpointing with use_reentrant=True hides its graph; pass use_reentrant=False"
-                )
             ahead.extend(_following(node))
-    reached = [any(output.edge.node in seen for output in site.outputs) for site in sites]
-    return [name for name in parameters if name in found], reached
+    reached = [any(output.edge.node in visited for output in site.outputs) for site in sites]
+    return [name for name in parameters if name in unseen], reached
 
 
 def _behind(node: Node, at_site: Mapping[Node, Site], names: Mapping[Node, str]) -> tuple[list[Node], set[str]]:
-    """Where the graph goes on behind a site, and the parameters in between that are not the site's."""
+    """Return where the graph continues behind a site, and the parameters in between that are not the site's."""
     site = at_site[node]
     own = {source.edge.node for source in site.call.sources.values()}
     data = set().union(*site.data_nodes)
     beyond: list[Node] = []
     strangers: set[str] = set()
-    seen: set[Node] = set()
+    visited: set[Node] = set()
     ahead = _following(node)
     while ahead:
         inner = ahead.pop()
-        if inner in seen or inner in own:
+        if inner in visited or inner in own:
             continue
-        seen.add(inner)
+        visited.add(inner)
         if inner in data or inner in at_site:
             beyond.append(inner)
         elif inner in names:
             strangers.add(names[inner])
         else:
             ahead.extend(_following(inner))
-    if is_in_place(site.call.function) and not all(nodes & seen for nodes in site.data_nodes):
-        strangers.update(site.parameters)  # written into a part of a tensor: the graph was made anew around the site
+    if site.call.in_place and not all(nodes & visited for nodes in site.data_nodes):
+        strangers.update(site.parameters)  # a part of a tensor was overwritten: autograd rebuilt the graph around it
     return beyond, strangers
 
 
@@ -270,3 +321,4 @@ def require_unchanged_inputs(sites: Iterable[Site]) -> None:
 
 
 Evaluate = Callable[[Any], Tensor]
+"""Runs the model on a batch and returns one loss per example, [B]."""

@@ -1,6 +1,6 @@
-"""Constants: what a forward pass reads and training does not move, such as buffers and frozen parameters.
+"""Constants: tensors that a forward pass reads and training does not move, such as buffers and frozen parameters.
 
-A proof is made at other values of them (`perturbed`), so it holds while they drift; where one goes further than that,
+A proof is made at other values of them (`perturbed`), so it holds while they drift. When one moves further than that,
 the forward pass is proven again.
 """
 
@@ -10,38 +10,41 @@ import torch
 from torch import Tensor
 
 _COPIED = 2**12
-"""Up to how many elements a tensor is compared by value; of more, a few sums are."""
+"""Tensors of up to so many elements are compared by value, larger ones by a few sums."""
 _LOOKED_AT = 16
-"""Up to how many elements a tensor on the CPU is compared at every step: writes through ``.data`` raise no version."""
+"""Tensors of up to so many elements on a CPU are compared at every step: writes to ``.data`` do not raise a version."""
 
 
 def values(x: Tensor) -> Tensor:
-    """What tells whether a tensor has changed: a copy of it, or a few sums if it is large."""
+    """Return what shows whether a tensor has changed: a copy of it, or a few sums if it is large."""
     x = x.detach()
     if x.numel() <= _COPIED:
         return x.clone()
     flat = torch.view_as_real(x).flatten() if x.is_complex() else x.flatten()
-    return torch.stack([flat[::every].sum(dtype=torch.float64) for every in (1, 2, 3)])
+    return torch.stack([flat[::step].sum(dtype=torch.float64) for step in (1, 2, 3)])
 
 
 def same(before: Tensor, now: Tensor) -> bool:
-    """Whether these are the same `values`."""
+    """Return whether two results of `values` are equal; NaN equals NaN."""
     if before.shape != now.shape:
         return False
-    unknown = before.isnan() & now.isnan()  # which are not equal to themselves
-    return bool(((before == now) | unknown).all())
+    return bool(((before == now) | (before.isnan() & now.isnan())).all())
 
 
 class Snapshot:
-    """Constants as they were when a forward pass was proven."""
+    """Constants as they were when a forward pass was proven.
+
+    Args:
+        constants: The constants by name.
+        moved: Whether the proof was made at other values of all constants that can be moved.
+    """
 
     def __init__(self, constants: Mapping[str, Tensor], *, moved: bool) -> None:
-        """``moved``: the proof was made at other values of all that can be moved."""
         self._moved = moved
         self._held = {name: (x, x._version, values(x)) for name, x in constants.items()}
 
     def left(self, constants: Mapping[str, Tensor]) -> list[str]:
-        """The names of those that have gone further since than the proof did."""
+        """Return the names of the constants that have moved further than the proof covers."""
         return list(self._left(constants))
 
     def _left(self, constants: Mapping[str, Tensor]) -> Iterator[str]:

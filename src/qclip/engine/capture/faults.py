@@ -1,10 +1,11 @@
-"""Faults of torch that the engine goes round: functions whose gradients are wrong, and what is run in their place.
+"""Faults of torch: functions with wrong gradients, and what runs in their place.
 
-The one known: on a CPU the backward pass of ``batch_norm`` (seen in 2.13) reads memory in the wrong order where its
-input is contiguous, the gradient of its output channels-last or the other way round, and torch takes both for the same.
-It tells them apart by strides, and the stride of a dimension of length 1 may be anything: a batch of one example, or
-images of one line, made of tokens. Gradients of input, weight and bias are then off by as much as they are long.
-``instance_norm`` runs by the same code, with all examples as the channels of one.
+One fault is known. On a CPU the backward pass of ``batch_norm`` (seen in 2.13) reads memory in the wrong order if its
+input is contiguous and the gradient of its output is channels-last, or the other way round, and torch takes both for
+the same layout. Torch tells the layouts apart by strides, and the stride of a dimension of length 1 may be anything:
+that of a batch of one example, or of images with one row of pixels, made of tokens. The gradients of input, weight and
+bias are then wrong by as much as their own norm. ``instance_norm`` uses the same code, with all examples as the
+channels of one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,24 +15,22 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from qclip.engine.shared import Shared
-
-
-def right(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What to run in place of a torch function: nearly always the function itself."""
-    return _RIGHT.get(function, function)
+from qclip.engine.torch_settings import SharedContext
 
 
 def avoided() -> AbstractContextManager[None]:
-    """Nothing runs by a faulty backward pass meanwhile. Around the backward pass as well, for checkpointed blocks."""
+    """Return a context in which no faulty backward pass runs.
+
+    It belongs around the backward pass, too: checkpointed blocks run again there.
+    """
     return _avoided
 
 
 @contextmanager
 def _replaced() -> Iterator[None]:
-    """Torch's functional norms look these functions up in ``torch``, where others stand meanwhile.
+    """Replace the functions in the module ``torch``, where torch's functional norms look them up.
 
-    A mode would see them, too, but at the price of a Python call for every torch function.
+    A mode would see them, too, but costs a Python call for every torch function.
     """
     for name, function in _FAULTY.items():
         setattr(torch, name, _instead_of(function))
@@ -44,8 +43,8 @@ def _replaced() -> Iterator[None]:
 
 def _instead_of(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        # A mode, such as a capture, is to see torch's own function; what it runs is its own affair.
-        chosen = function if torch._C._is_torch_function_mode_enabled() else right(function)
+        # A mode, such as a capture, must see torch's own function; it looks up `CORRECTED` itself.
+        chosen = function if torch._C._is_torch_function_mode_enabled() else CORRECTED[function]
         return chosen(*args, **kwargs)
 
     return run
@@ -62,7 +61,10 @@ def _batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """Where a dimension has length 1. In training mode it mixes the examples, and is refused."""
+    """Normalise with fixed statistics if a dimension has length 1; in training mode, which mixes examples, run torch's.
+
+    The proof refuses the latter.
+    """
     if _is_image(input) and 1 in input.shape and not training and running_mean is not None and running_var is not None:
         return _fixed(input, weight, bias, running_mean, running_var, eps)
     return _FAULTY["batch_norm"](input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
@@ -79,7 +81,7 @@ def _instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """As a group norm with one group for each channel, which has other code, or with fixed statistics."""
+    """Normalise by fixed statistics, or by a group norm with one group per channel, which torch computes otherwise."""
     if _is_image(input) and not use_input_stats and running_mean is not None and running_var is not None:
         return _fixed(input, weight, bias, running_mean, running_var, eps)
     if _is_image(input) and use_input_stats and running_mean is None and running_var is None:
@@ -92,7 +94,7 @@ def _instance_norm(
 def _fixed(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
 ) -> Tensor:
-    """With fixed statistics, in single steps; in float32 or more, as torch does inside."""
+    """Normalise by fixed statistics in elementary operations; in float32 or more, as torch does inside."""
     precise = torch.promote_types(input.dtype, torch.float32)
     across = (-1, *[1] * (input.dim() - 2))
     result = (input.to(precise) - mean.view(across)) * (variance.to(precise) + eps).rsqrt().view(across)
@@ -102,13 +104,14 @@ def _fixed(
 
 
 def _is_image(x: Tensor) -> bool:
-    """Whether it has memory formats to mistake, on a device where that was seen."""
+    """Return whether a tensor has memory formats to mistake, on a device where that was seen."""
     return x.device.type == "cpu" and x.dim() > 3
 
 
 _FAULTY: Final = {"batch_norm": torch.batch_norm, "instance_norm": torch.instance_norm}
-_RIGHT: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = {
+CORRECTED: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = {
     torch.batch_norm: _batch_norm,
     torch.instance_norm: _instance_norm,
 }
-_avoided: Final = Shared(_replaced)
+"""What to run in place of a faulty function."""
+_avoided: Final = SharedContext(_replaced)

@@ -1,7 +1,6 @@
-"""Watching a model: its forward passes are captured wherever the user calls it, so that an ordinary loop can be
-private.
+"""Forward hooks: they capture a model's forward passes wherever the user calls it, so that an ordinary loop is private.
 
-Two hooks on the root module do it. A copy of the model (for an average of its weights, or unpickled) carries hooks
+There are two hooks, on the root module. A copy of the model (for an average of its weights, or unpickled) carries hooks
 that do nothing.
 """
 
@@ -19,22 +18,22 @@ from qclip._validate import Refusal
 
 
 class Watched:
-    """A captured forward pass of the root module: what went in, what came out, and the run that saw it."""
+    """A captured forward pass of the root module: its arguments, its outputs, and the run that captured it."""
 
     def __init__(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.run, self.args, self.kwargs = run, args, kwargs
         self._returned: Any = None
         self._versions: list[tuple[Tensor, int]] = []
-        kinds = {x.device.type for x in run.capture.parameters.values()}
-        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+        devices = {x.device.type for x in run.capture.parameters.values()}
+        self._autocast = [(each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each)) for each in devices]
 
     def leave(self, returned: Any) -> None:
-        """Note what the model returned."""
+        """Take note of what the model returned."""
         self._returned = returned
         self._versions = [(leaf, leaf._version) for leaf in _leaves(returned) if isinstance(leaf, Tensor)]
 
     def require_unchanged_outputs(self) -> None:
-        """Refuse outputs that were overwritten since: the gradient would know of it, and the proof would not."""
+        """Refuse outputs that were overwritten since: the gradient would include that, and the proof would not."""
         if any(leaf._version != version for leaf, version in self._versions):
             raise Refusal(
                 "the outputs were changed in place after the model returned them; put what changes them into the "
@@ -42,14 +41,14 @@ class Watched:
             )
 
     def again(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model as it was called, under the same autocast."""
+        """Call the model under the autocast of the captured forward pass."""
         with ExitStack() as stack:
-            for kind, dtype, enabled in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            for device, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
             return model(*args, **kwargs)
 
     def finder(self, outputs: Any) -> Callable[[Any], Any] | None:
-        """How to find the user's ``outputs`` in what the model returns; None if they were computed from it."""
+        """Return a function that finds the user's outputs in what the model returns; None if there are others."""
         if outputs is self._returned:
             return lambda returned: returned
         places = {id(leaf): k for k, leaf in enumerate(_leaves(self._returned))}
@@ -66,16 +65,21 @@ class Watched:
 
 
 def _leaves(returned: Any) -> list[Any]:
-    """The leaves of what a model returned, dataclasses opened."""
+    """Return the leaves of what a model returned, with dataclasses opened."""
     leaves = pytree.tree_leaves(returned)
-    return [part for leaf in leaves for part in (_leaves(vars(leaf)) if is_dataclass(leaf) else [leaf])]
+    return [inner for leaf in leaves for inner in (_leaves(vars(leaf)) if is_dataclass(leaf) else [leaf])]
 
 
 _watches: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Watch]]" = weakref.WeakKeyDictionary()
 
 
 class Watch:
-    """The hooks on a model; `remove` takes them off. A model has one watch, the latest."""
+    """The hooks on a model; a model has one watch, the latest.
+
+    Args:
+        model: The root module.
+        begin: Called with the arguments of a forward pass before it; returns None if it is not to be captured.
+    """
 
     def __init__(self, model: nn.Module, begin: Callable[[tuple[Any, ...], dict[str, Any]], Watched | None]) -> None:
         self.last: Watched | None = None
@@ -92,7 +96,7 @@ class Watch:
         )
 
     def remove(self) -> None:
-        """Stop watching."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self.last = None
@@ -120,13 +124,13 @@ class Watch:
 
 
 class _Hook:
-    """A hook that copies and pickles as one that does nothing."""
+    """A hook that becomes one that does nothing when it is copied or pickled."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
 
     def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():  # nothing could be captured; `finish` says so
+        if not torch.compiler.is_compiling():  # where nothing can be captured; `finish` says so
             self._function(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
@@ -137,7 +141,7 @@ class _Hook:
 
 
 def do_nothing(*args: Any) -> None:
-    """What a hook becomes in a copy of the model."""
+    """Do nothing: the hook of a copied model."""
 
 
 def _inert() -> Callable[..., None]:

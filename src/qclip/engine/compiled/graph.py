@@ -1,13 +1,13 @@
 """The graph of a physical step: the eager driver's own code, traced once on shapes alone.
 
-Forward pass, backward pass to the sites, norms, clip factors and clipped sums become one graph of torch operations.
-Parameters, buffers, the batch, which examples count and the limits are its inputs, so that it can be run again on
-others of the same shapes; everything else that Python decided on the way is frozen in it.
+Forward pass, backward pass to the sites, norms, clip factors and clipped sums become one graph of torch operations. Its
+inputs are the parameters, the buffers, the batch, a mask of the counted examples and the clip norms, so that it can run
+again on others of the same shapes. All other values that Python code looked at are constants of the graph.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,110 +17,151 @@ from torch.utils import _pytree as pytree
 
 from qclip.engine import batch as batches
 from qclip.engine.capture import checks, faults
+from qclip.engine.capture.capture import Capture
 from qclip.engine.capture.checks import Evaluate
-from qclip.engine.compiled.cross_entropy import one_pass_cross_entropy
+from qclip.engine.capture.substitutes import Substitutes
 from qclip.engine.compiled.rewrites import clip_early, free_layouts, is_random, use_recomputed
 from qclip.engine.driver import Engine, Run
 from qclip.engine.gradients import clipping
-from qclip.engine.gradients.parts import collect, prepare
+from qclip.engine.gradients.costs import Method
+from qclip.engine.gradients.fallback import substituted
+from qclip.engine.gradients.parts import Parts, collect, prepare
 from qclip.engine.gradients.plan import Plan
-from qclip.engine.gradients.sites import Site
+from qclip.engine.gradients.sites import Output, Site
 from qclip.engine.randomness import RandomState
-from qclip.engine.swapped import swapped
 
 Function = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""A step: from `inputs_of` to what its graph returns."""
+"""A step: a function of `inputs_of`, which returns the outputs of its graph."""
 Outputs = tuple[Sequence[Tensor], Tensor, Tensor, Tensor]
 """The clipped sum of each parameter, the norms [B, K], the losses [B] and which examples are finite [B]."""
 
 
 class Untraceable(Exception):
-    """Why a step cannot be traced."""
+    """A step cannot be traced; the message says why."""
+
+
+class Traced(NamedTuple):
+    """A traced step."""
+
+    graph: GraphModule
+    """Returns `Outputs`, flattened."""
+    methods: Mapping[str, Method | None]
+    """How the norms of each parameter are computed."""
+
+    def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Interpret the graph, operation by operation."""
+        return self.graph(*inputs)
 
 
 def model_tensors(engine: Engine) -> list[Tensor]:
-    """The first inputs of a step's graph: trainable parameters, then frozen ones and buffers."""
+    """Return the first inputs of a step's graph: trainable parameters, then frozen ones and buffers."""
     return [*engine.parameters.values(), *_others(engine).values()]
 
 
-def inputs_of(model: Sequence[Tensor], batch: Any, keep: Tensor, limits: Tensor) -> list[Tensor]:
-    """What a step's graph is called with, in order."""
-    return [*model, *batches.tensors(batch), keep, limits]
+def inputs_of(model: Sequence[Tensor], batch: Any, is_counted: Tensor, clip_norms: Tensor) -> list[Tensor]:
+    """Return the inputs of a step's graph, in order: the model's tensors, the batch's, a mask [B], clip norms [K]."""
+    return [*model, *batches.tensor_leaves(batch), is_counted, clip_norms]
 
 
 @contextmanager
 def as_a_step_runs(device: torch.device) -> Iterator[None]:
-    """Nothing is differentiated or made less precise: the graph says it all."""
+    """Disable gradients and autocast: the graph contains both."""
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
 def outputs_of(function: Function, inputs: Sequence[Tensor]) -> Outputs:
-    """What a step gives."""
+    """Run a step."""
     with as_a_step_runs(inputs[0].device):
-        *sums, norms, losses, finite = function(inputs)
-    return sums, norms, losses, finite
+        *sums, norms, losses, is_finite = function(inputs)
+    return sums, norms, losses, is_finite
 
 
 def trace(
-    engine: Engine, run: Run, plan: Plan, evaluate: Evaluate, batch: Any, keep: Tensor, limits: Tensor
-) -> GraphModule:
-    """The graph of a step on batches like this one, dealt with as was proven on a forward pass of fewer examples.
+    engine: Engine, run: Run, plan: Plan, evaluate: Evaluate, batch: Any, is_counted: Tensor, clip_norms: Tensor
+) -> Traced:
+    """Trace a physical step.
 
-    It returns what is in `Outputs`, in one row.
+    Args:
+        engine: The engine whose model is trained.
+        run: A forward pass on a few examples.
+        plan: The plan that was proven on it.
+        evaluate: Runs the model on a batch and returns one loss per example.
+        batch: A batch of the kind that the step is for.
+        is_counted: Which examples count, [B].
+        clip_norms: One clip norm per group, [K].
+
+    Returns:
+        The graph of the step, for batches of the same shapes.
+
+    Raises:
+        Untraceable: If one graph cannot compute the step for all such batches.
     """
     names, others = list(engine.parameters), list(_others(engine))
     leaves, structure = pytree.tree_flatten(batch)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    ends: list[int] = []  # how many nodes the graph has after the forward pass, and after the backward pass
+    ends: list[int] = []  # the number of nodes after the forward pass, and after the backward pass
+    methods: dict[str, Method | None] = {}
 
     def step(*inputs: Tensor) -> tuple[Tensor, ...]:
-        given = iter(inputs)
-        parameters = {name: next(given) for name in names}
-        constants = {name: next(given) for name in others}
+        remaining = iter(inputs)
+        parameters = {name: next(remaining) for name in names}
+        constants = {name: next(remaining) for name in others}
         filled = list(leaves)
         for k in places:
-            filled[k] = next(given)
-        keep, limits = given
-        mine = pytree.tree_unflatten(filled, structure)
+            filled[k] = next(remaining)
+        is_counted, clip_norms = remaining
+        traced_batch = pytree.tree_unflatten(filled, structure)
+        batch_size = len(is_counted)
         frozen = [x for x in constants.values() if not x.requires_grad]
-        capture = engine.capture(parameters, frozen, mine, len(keep), like=run.count, traced=True)
-
+        substitutes = Substitutes()
+        capture = Capture(
+            parameters,
+            [*frozen, *batches.shared_tensors(traced_batch, batch_size)],
+            batch_size,
+            not_broadcasts=run.capture.not_broadcasts,
+            substitutes=substitutes,
+        )
         start = RandomState.now(torch.device("cpu"))
         # The backward pass, too, sees the inputs as the model's tensors: a checkpointed block runs again in it.
-        with torch.enable_grad(), faults.avoided(), swapped(engine.model, parameters | constants):
+        with torch.enable_grad(), faults.avoided(), substituted(engine.model, parameters | constants):
             with capture:
-                losses = evaluate(mine)
+                losses = evaluate(traced_batch)
             if not start.python_unmoved():
                 raise Untraceable("random numbers of Python or numpy decide in the forward pass")
-            checks.require_losses(losses, len(keep))
-            _require_same_sites(capture.sites, len(keep), run)
+            checks.require_losses(losses, batch_size)
+            _require_same_sites(capture.sites, batch_size, run)
             ends.append(len(_nodes()))
             backward_ends = lambda: ends.append(len(_nodes()))  # noqa: E731
-            parts = collect(capture.sites, plan, losses, keep, parameters, after_backward=backward_ends)
-        with torch.no_grad(), torch.autocast(keep.device.type, enabled=False):
-            prepare(parts, engine.costs, engine.groups.stretches())  # `clip_early` lets gradients go
+            with substitutes:
+                parts = collect(capture.sites, plan, losses, is_counted, parameters, after_backward=backward_ends)
+        with as_a_step_runs(is_counted.device):
+            prepare(parts, engine.costs, engine.groups.memory_phases())  # gradients are freed by `clip_early`
+            methods.update(_methods(parts))
             bundles = clipping.bundled(parts, engine.groups)
-            norms = clipping.group_norms(parts, bundles, engine.groups, parameters, keep)
-            factors = clipping.clip_factors(norms, limits, hasty=True)
+            norms = clipping.group_norms(parts, bundles, engine.groups, parameters, is_counted)
+            factors = clipping.clip_factors(norms, clip_norms, assume_finite=True)
             sums = clipping.clipped_sums(parts, bundles, factors, engine.groups, parameters, None)
         if any(map(is_random, _nodes()[ends[0] :])):
             raise Untraceable("random numbers of the forward pass would have to be drawn again in the backward pass")
-        return *sums.values(), norms.by_group, losses.detach(), norms.finite
+        return *sums.values(), norms.by_group, losses.detach(), norms.is_finite
 
-    graph = _traced(step, inputs_of(model_tensors(engine), batch, keep, limits))
+    graph = _traced(step, inputs_of(model_tensors(engine), batch, is_counted, clip_norms))
     use_recomputed(graph.graph, *ends)
     clip_early(graph.graph, *ends)
     graph.graph.eliminate_dead_code()
-    if keep.is_cuda:
-        one_pass_cross_entropy(graph.graph)
+    if is_counted.is_cuda:
         free_layouts(graph.graph)
     graph.recompile()
-    return graph
+    return Traced(graph, methods)
+
+
+def _methods(parts: Parts) -> dict[str, Method | None]:
+    return {name: found[0].method for name, found in parts.items() if len(found) == 1}
 
 
 def _others(engine: Engine) -> dict[str, Tensor]:
-    """The model's frozen parameters and buffers."""
+    """Return the model's frozen parameters and buffers."""
     return {name: x for name, x in checks.named_tensors(engine.model) if name not in engine.parameters}
 
 
@@ -142,27 +183,34 @@ def _nodes() -> list[Node]:
     return list(mode.tracer.graph.nodes)
 
 
-def _fits(length: int, proven: int, count: int, few: int) -> bool:
-    """The same, as many for each example, or widened for alignment."""
-    return length in (proven, proven + -proven % 8) or length * few == proven * count
-
-
-def _require_same_sites(sites: list[Site], count: int, run: Run) -> None:
-    """A plan proven on fewer examples serves where the same calls were made, on as many rows per example."""
-
-    def agree(mine: Site, proven: Site) -> bool:
-        return (
-            mine.call.function is proven.call.function
-            and mine.parameters == proven.parameters
-            and len(mine.outputs) == len(proven.outputs)
-            and all(
-                a.dtype == b.dtype
-                and len(a.shape) == len(b.shape)
-                and all(_fits(m, n, count, run.count) for m, n in zip(a.shape, b.shape, strict=True))
-                for a, b in zip(mine.outputs, proven.outputs, strict=True)
-            )
-        )
-
+def _require_same_sites(sites: list[Site], batch_size: int, run: Run) -> None:
+    """Refuse to apply a plan that was proven on fewer examples to other calls, or other numbers of rows per example."""
     proven = run.capture.sites
-    if len(sites) != len(proven) or not all(map(agree, sites, proven)):
+    if len(sites) != len(proven) or not all(
+        _is_same_call(site, other)
+        and all(
+            _is_same_output(a, b, batch_size, run.batch_size) for a, b in zip(site.outputs, other.outputs, strict=True)
+        )
+        for site, other in zip(sites, proven, strict=True)
+    ):
         raise Untraceable("the model makes other calls on a batch of another size")
+
+
+def _is_same_call(site: Site, proven: Site) -> bool:
+    return (
+        site.call.function is proven.call.function
+        and site.parameters == proven.parameters
+        and len(site.outputs) == len(proven.outputs)
+    )
+
+
+def _is_same_output(output: Output, proven: Output, batch_size: int, proven_size: int) -> bool:
+    """Return whether the shapes agree: in lengths, in lengths per example, or in lengths widened for alignment."""
+    return (
+        output.dtype == proven.dtype
+        and len(output.shape) == len(proven.shape)
+        and all(
+            length in (other, other + -other % 8) or length * proven_size == other * batch_size
+            for length, other in zip(output.shape, proven.shape, strict=True)
+        )
+    )

@@ -1,4 +1,7 @@
-"""Clipping: from what the sites contribute to norms, factors and clipped sums. Nothing here waits for the device."""
+"""Clipping: norms, clip factors and clipped sums of the contributions. Nothing here waits for the device.
+
+Shapes: B batch size, K groups, N elements.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
@@ -7,18 +10,19 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from qclip.engine.gradients.forms import Dense, Squares, keep_examples, square_sums
-from qclip.engine.gradients.parts import Parts, accumulator, squared_norms, weighted_sum
+from qclip.engine.gradients import derivations
+from qclip.engine.gradients.forms import Dense, Outer, Products, Rows, Squares, joint_squared_norms
+from qclip.engine.gradients.parts import Part, Parts
 from qclip.engine.groups import Groups
-from qclip.engine.kernels.products import full, weighted_rows
+from qclip.engine.kernels.products import as_float32, keep_examples, square_sums, weighted_rows
 
 FEW: Final = 4
-"""How many squared norms are added up one by one."""
+"""Up to this number, squared norms are added one by one."""
 SMALL: Final = 2**14
-"""How many numbers a gradient that joins a bundle may have."""
-ROOM: Final = 16
-"""How far clipped examples stay below their bound, in the spacings of numbers at 1: for the rounding of norms, factors
-and products, which otherwise let every other example add a little more than its bound."""
+"""The most elements of a gradient that joins a bundle."""
+MARGIN: Final = 16
+"""The rounding margin of clipped gradients below their bound, in units of machine epsilon. Without it, the rounding of
+norms, factors and products lets every other example add slightly more than its bound."""
 
 
 class Bundle(NamedTuple):
@@ -26,23 +30,24 @@ class Bundle(NamedTuple):
 
     group: int
     rows: Tensor
-    """[B, numbers]."""
+    """[B, N]."""
     lengths: Mapping[str, int]
-    """How many numbers each parameter has, in order."""
+    """The number of elements of each parameter, in order."""
 
 
 def bundled(parts: Parts, groups: Groups) -> list[Bundle]:
-    """The small gradients that are there as such, by group and precision."""
-    found: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
-    for name, (part, *more) in ((name, each) for name, each in parts.items() if each):
-        if not more and part.source is None and isinstance(part.form, Dense):
-            rows = full(part.form.grads)
+    """Bundle the small dense gradients, by group and precision."""
+    small: dict[tuple[int, torch.dtype], dict[str, Tensor]] = {}
+    for name, contributions in parts.items():
+        part = contributions[0] if len(contributions) == 1 else None
+        if part is not None and part.source is None and isinstance(part.form, Dense):
+            rows = as_float32(part.form.grads)
             rows = rows.reshape(len(rows), rows.shape[1:].numel())
             if rows.shape[1] <= SMALL:
-                found.setdefault((groups.members[name], rows.dtype), {})[name] = rows
+                small.setdefault((groups.members[name], rows.dtype), {})[name] = rows
     return [
         Bundle(group, torch.cat(list(rows.values()), 1), {name: x.shape[1] for name, x in rows.items()})
-        for (group, _), rows in found.items()
+        for (group, _), rows in small.items()
         if len(rows) > 1
     ]
 
@@ -50,78 +55,123 @@ def bundled(parts: Parts, groups: Groups) -> list[Bundle]:
 class Norms(NamedTuple):
     """The gradient norms of a batch."""
 
-    keep: Tensor
-    """[B]: the examples that count."""
+    is_counted: Tensor
+    """[B]: the examples that the mask counts."""
     raw: Sequence[Tensor]
-    """Of each group [B], whatever came out."""
+    """[B] for each group: the norms, finite or not."""
     scaled: Sequence[Tensor]
-    """Likewise, of what is multiplied by a factor other than 1 and rounded then."""
+    """[B] for each group: bounds on the norms of gradients that are rounded after scaling, relative to the factor."""
     by_group: Tensor
-    """[B, K]; inf where an example does not count or is not finite."""
-    usable: Tensor
-    """[B]: the examples that count and are finite."""
-    finite: Tensor
-    """[B]: those that are finite, whether they count or not: the others spoil a sum even at a factor of 0."""
-    room: float
-    """What rounding may make of a norm, a factor and their product, relative to them."""
+    """[B, K]; inf where an example is not counted or not finite."""
+    is_usable: Tensor
+    """[B]: the examples that are counted and finite."""
+    is_finite: Tensor
+    """[B]: the examples that are finite, counted or not; others make a sum NaN even with a factor of 0."""
+    rounding_margin: float
+    """A bound on the relative error of a norm, a factor and their product."""
+
+
+def sum_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the precision of a parameter's sum: float32 whatever its own precision, but float64 for float64."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
 def norm_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype:
-    """The precision of norms and limits: that of the widest sum."""
-    return max((accumulator(p) for p in parameters.values()), key=lambda dtype: dtype.itemsize)
+    """Return the precision of norms and clip norms: that of the most precise sum."""
+    return max(map(sum_dtype, parameters.values()), key=lambda dtype: dtype.itemsize)
 
 
 def group_norms(
-    parts: Parts, bundles: Sequence[Bundle], groups: Groups, parameters: Mapping[str, Tensor], keep: Tensor
+    parts: Parts, bundles: Sequence[Bundle], groups: Groups, parameters: Mapping[str, Tensor], is_counted: Tensor
 ) -> Norms:
-    """The norm of each group, over all contributions to its parameters; ``keep`` says which examples count."""
-    dtype = norm_dtype(parameters)
+    """Compute the norm of each group, over all contributions to its parameters.
+
+    Args:
+        parts: the contributions by parameter.
+        bundles: the small gradients among them (`bundled`).
+        groups: the partition of the parameters.
+        parameters: the trainable parameters by name.
+        is_counted: [B].
+    """
     squares: list[list[Squares]] = [[] for _ in groups.names]
     for bundle in bundles:
         squares[bundle.group].append(Squares.exact(square_sums(bundle.rows)))
     done = {name for bundle in bundles for name in bundle.lengths}
-    for name, found in parts.items():
-        if found and name not in done:
-            squares[groups.members[name]].append(squared_norms(found))
-    zero = torch.zeros(len(keep), dtype=dtype, device=keep.device)
-    raw = [_total([square.norms for square in each], zero).sqrt() for each in squares]
+    for name, contributions in parts.items():
+        if contributions and name not in done:
+            squares[groups.members[name]].append(squared_norms(contributions))
+    zero = torch.zeros(len(is_counted), dtype=norm_dtype(parameters), device=is_counted.device)
+    raw = [_total([square.norms for square in group], zero).sqrt() for group in squares]
     scaled = [
-        norm if all(square.is_exact for square in each) else _total([square.scaled for square in each], zero).sqrt()
-        for norm, each in zip(raw, squares, strict=True)
+        norm if all(square.is_exact for square in group) else _total([square.scaled for square in group], zero).sqrt()
+        for norm, group in zip(raw, squares, strict=True)
     ]
     norms = torch.stack(raw, 1)
-    finite = norms.isfinite().all(1)
-    usable = finite & keep
-    room = rounding_room(square.norms.dtype for each in squares for square in each)
-    return Norms(keep, raw, scaled, torch.where(usable[:, None], norms, torch.inf), usable, finite, room)
+    is_finite = norms.isfinite().all(1)
+    is_usable = is_finite & is_counted
+    by_group = torch.where(is_usable[:, None], norms, torch.inf)
+    margin = rounding_margin(square.norms.dtype for group in squares for square in group)
+    return Norms(is_counted, raw, scaled, by_group, is_usable, is_finite, margin)
 
 
-def rounding_room(dtypes: Iterable[torch.dtype]) -> float:
-    """Which part of its bound an example must leave, where norms and sums have these precisions."""
-    return ROOM * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+def rounding_margin(dtypes: Iterable[torch.dtype]) -> float:
+    """Return the fraction of its bound that a clipped gradient must leave, with norms and sums in these precisions."""
+    return MARGIN * max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def _total(squares: Sequence[Tensor], zero: Tensor) -> Tensor:
-    """A few are added one by one: compiled, that is part of what made them, and a stack would have to be written."""
+    """Sum squared norms. The compiler fuses a few additions with their summands; a stack would have to be written."""
     squares = [square.to(zero.dtype) for square in squares]
     if len(squares) > FEW:
         return torch.stack(list(squares)).sum(0)
     return reduce(torch.add, squares) if squares else zero
 
 
-def clip_factors(norms: Norms, limits: Tensor, *, hasty: bool = False) -> list[Tensor]:
-    """For each group, what each example's gradients are multiplied by [B], so that none exceeds the limit, [K].
+def squared_norms(contributions: Sequence[Part]) -> Squares:
+    """Return the squared norms [B] of the sum of all contributions to one parameter."""
+    if len(contributions) == 2:
+        outer, table = (part.form for part in contributions)
+        assert isinstance(outer, Outer)
+        assert isinstance(table, Rows)
+        return joint_squared_norms(outer, table)
+    form, method = contributions[0].materialised(), contributions[0].method
+    if isinstance(form, Products) and method is not None:
+        return form.gram_norms() if method == "gram" else form.direct_norms()
+    return form.squared_norms()
 
-    Hasty ones look at one group only, so that its sum need not wait for the norms of others: they hold where all
-    examples are finite.
+
+def clip_factors(norms: Norms, clip_norms: Tensor, *, assume_finite: bool = False) -> list[Tensor]:
+    """Return the factors that clip each example's gradient to its group's clip norm.
+
+    Guarantees, for every example and group:
+
+    - The scaled gradient, as it is rounded and added to the sum, is at most as long as the clip norm.
+    - The factor is in [0, 1]; it is exactly 1 where the norm is below the clip norm less the rounding margin.
+
+    Edge cases:
+
+    - norm 0: the factor is 1.
+    - masked example: the factor is 0, whatever its gradient holds.
+    - norm inf or NaN in any group: the factor is 0 in every group. With ``assume_finite`` it may be NaN, and the sums
+      are invalid.
+    - empty batch: empty factors.
+
+    Args:
+        norms: the norms of the batch.
+        clip_norms: [K].
+        assume_finite: look at one group at a time, so that its sum need not wait for the norms of other groups. The
+            factors are valid only if all examples are finite.
+
+    Returns:
+        The factors [B] of each group.
     """
-    counted = norms.keep if hasty else norms.usable
-    limits = limits * (1 - norms.room)  # for all: a norm that seems to be within its limit may be beyond it
+    is_kept = norms.is_counted if assume_finite else norms.is_usable
+    limits = clip_norms * (1 - norms.rounding_margin)  # for all: a norm that seems within the limit may be beyond it
     factors = []
     for k, (raw, scaled) in enumerate(zip(norms.raw, norms.scaled, strict=True)):
         factor = (limits[k] / scaled).clamp(max=1)
         factor = factor if scaled is raw else torch.where(raw <= limits[k], 1, factor)  # 1 rounds nothing
-        factors.append(torch.where(counted, factor, 0))
+        factors.append(torch.where(is_kept, factor, 0))
     return factors
 
 
@@ -133,17 +183,42 @@ def clipped_sums(
     parameters: Mapping[str, Tensor],
     mask: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Each parameter's sum over examples times their factors; without a ``mask`` everything must be finite."""
+    """Return each parameter's sum over examples of gradient times factor.
+
+    Args:
+        parts: the contributions by parameter.
+        bundles: the small gradients among them (`bundled`).
+        factors: the clip factors [B] of each group.
+        groups: the partition of the parameters.
+        parameters: the trainable parameters by name.
+        mask: [B]; other examples are left out, even if they hold NaN. Without a mask all examples must be finite.
+    """
     sums: dict[str, Tensor] = {}
     for bundle in bundles:
         rows = bundle.rows if mask is None else keep_examples(bundle.rows, mask)
         total = weighted_rows(factors[bundle.group], rows)
         pieces = total.split(list(bundle.lengths.values()))
         sums |= {
-            name: piece.to(accumulator(parameters[name])).view(parameters[name].shape)
+            name: piece.to(sum_dtype(parameters[name])).view(parameters[name].shape)
             for name, piece in zip(bundle.lengths, pieces, strict=True)
         }
     for name in parameters:
         if name not in sums:
             sums[name] = weighted_sum(name, parts[name], factors[groups.members[name]], mask, parameters)
     return {name: sums[name] for name in parameters}
+
+
+def weighted_sum(
+    name: str, contributions: Sequence[Part], factors: Tensor, mask: Tensor | None, parameters: Mapping[str, Tensor]
+) -> Tensor:
+    """Return one parameter's sum over examples of gradient times factor [B], as `clipped_sums` does for all."""
+    parameter = parameters[name]
+    total = None
+    for part in contributions:
+        form = part.materialised() if mask is None else part.materialised().masked(mask)
+        value = form.weighted_sum(factors)
+        if part.source is not None:
+            value = derivations.to_parameters(part.source, value, parameters, batched=False)[name]
+        value = value.to(sum_dtype(parameter)).view(parameter.shape)
+        total = value if total is None else total + value
+    return torch.zeros_like(parameter, dtype=sum_dtype(parameter)) if total is None else total

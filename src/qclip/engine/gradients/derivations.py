@@ -1,4 +1,4 @@
-"""From the gradient of a source back to the parameters it was made from."""
+"""Derivations: from the gradient of a source back to the parameters that the source was computed from."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qclip.engine.gradients.forms import Dense, Form, Outer
+from qclip.engine.gradients.forms import Dense, GradientForm, Outer
 from qclip.engine.gradients.rules.embedding import lookup
 from qclip.engine.gradients.sites import Call, Source
 
 _T = torch.Tensor
 _CASTS = {_T.to, _T.float, _T.double, _T.bfloat16, _T.type, _T.type_as, _T.contiguous, _T.clone, torch.clone}
 _TRANSPOSES = {_T.t, torch.t, *(getattr(_T, name).__get__ for name in ("T", "mT"))}
-# Each of these copies every number at most once, so the gradient keeps its norm.
+# Each of these copies every element at most once, so the gradient keeps its norm.
 _SELECTIONS = _CASTS | _TRANSPOSES | {
     _T.view, _T.view_as, _T.reshape, torch.reshape, _T.flatten, torch.flatten, _T.unflatten, torch.unflatten,
     _T.squeeze, torch.squeeze, _T.unsqueeze, torch.unsqueeze, _T.transpose, torch.transpose, _T.permute, torch.permute,
@@ -22,8 +22,8 @@ _SELECTIONS = _CASTS | _TRANSPOSES | {
 }  # fmt: skip
 
 
-def simplify(source: Source, form: Form) -> tuple[Source, Form]:
-    """Undo the derivations that leave a form a form: casts, transposes of matrices, constant lookups."""
+def simplify(source: Source, form: GradientForm) -> tuple[Source, GradientForm]:
+    """Undo the derivations after which the gradient still has a form: casts, matrix transposes, constant lookups."""
     while source.call is not None and len(source.parents) == 1:
         (parent,) = source.parents
         function = source.call.function
@@ -45,7 +45,7 @@ def simplify(source: Source, form: Form) -> tuple[Source, Form]:
 
 
 def keeps_norm(source: Source) -> bool:
-    """Whether a gradient of the source has the norm it gives its parameter, without rounding on the way."""
+    """Return whether the source's gradient has the same norm as its parameter's, without rounding on the way."""
     while source.call is not None:
         basic = source.call.function is _T.__getitem__ and _is_basic(source.call.args[1])
         if not (basic or source.call.function in _SELECTIONS) or source.dtype not in (torch.float32, torch.float64):
@@ -59,9 +59,16 @@ def keeps_norm(source: Source) -> bool:
 def to_parameters(
     source: Source, grads: Tensor, parameters: Mapping[str, Tensor], *, batched: bool
 ) -> dict[str, Tensor]:
-    """The source's gradient (``batched``: one for each example) carried to every parameter it was made from."""
+    """Carry the source's gradient to every parameter that it was computed from.
+
+    Args:
+        source: the source.
+        grads: its gradient, or with ``batched`` one for each example, [B, *shape].
+        parameters: the trainable parameters by name.
+        batched: whether ``grads`` has a batch dimension.
+    """
     names = sorted(source.parameters)
-    found = torch.autograd.grad(
+    parameter_grads = torch.autograd.grad(
         [source.edge],
         [parameters[name] for name in names],
         grad_outputs=[grads.to(source.dtype)],
@@ -69,21 +76,21 @@ def to_parameters(
         allow_unused=True,
         is_grads_batched=batched,
     )
-    return {name: grad for name, grad in zip(names, found, strict=True) if grad is not None}
+    return {name: grad for name, grad in zip(names, parameter_grads, strict=True) if grad is not None}
 
 
 def _transposes(call: Call) -> bool:
-    """Whether the call swaps the sides of a matrix."""
+    """Return whether the call swaps the sides of a matrix."""
     if call.function in (_T.transpose, torch.transpose):
         return not call.kwargs and (call.args[1] - call.args[2]) % 2 == 1
     return call.function in _TRANSPOSES
 
 
 def _is_plain_lookup(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Without padding or frequencies: ``embedding(weight, ids)``."""
+    """Return whether this is ``embedding(weight, ids)``, without padding or frequencies."""
     return not kwargs and all(arg in (-1, False) for arg in args[2:])
 
 
 def _is_basic(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return all(part is None or part is Ellipsis or isinstance(part, (int, slice)) for part in parts)
+    indices = index if isinstance(index, tuple) else (index,)
+    return all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in indices)

@@ -1,7 +1,7 @@
-"""Fallbacks, for what has no rule: vmap of the site's own vjp, then vmap of the whole model's gradient."""
+"""Fallbacks for functions without a rule: vmap of the site's vjp, then vmap of the whole model's gradient."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,16 +12,15 @@ from torch.utils import _pytree as pytree
 
 from qclip.engine import batch as batches
 from qclip.engine.gradients.layouts import Layout
-from qclip.engine.gradients.sites import Call, Site, map_leaves, tensors
+from qclip.engine.gradients.sites import Call, Site, tensors
 from qclip.engine.randomness import RandomState
-from qclip.engine.swapped import swapped
 
 
 @contextmanager
 def _replayed(state: RandomState | None) -> Iterator[None]:
-    """The random numbers of the call again, and no warning of vmap's that an operation is slow.
+    """Replay the random numbers of the call, and silence vmap's warning that an operation is slow.
 
-    Attention is computed step by step: vmap of a GPU's fused kernels refuses a mask that belongs to no example.
+    Attention runs unfused: vmap of a GPU's fused kernels refuses a mask without a batch dimension.
     """
     again = state.replayed() if state is not None else nullcontext()
     with warnings.catch_warnings(), again, sdpa_kernel(SDPBackend.MATH):
@@ -30,7 +29,7 @@ def _replayed(state: RandomState | None) -> Iterator[None]:
 
 
 def carriers(call: Call, layout: Layout, batch_size: int, dims: int | None) -> list[Tensor]:
-    """The call's tensors that hold examples; with ``dims`` only those with so many dimensions."""
+    """Return the call's tensors that hold examples; with ``dims`` only those with that number of dimensions."""
     return [
         x
         for x, _ in call.versions
@@ -41,7 +40,18 @@ def carriers(call: Call, layout: Layout, batch_size: int, dims: int | None) -> l
 def site_gradients(
     site: Site, layout: Layout, grads: Sequence[Tensor], carrying: list[Tensor], batch_size: int
 ) -> dict[int, Tensor]:
-    """Each source's per-example gradient, by the id of the tensor that stands for it in the call: vmap of the vjp."""
+    """Compute each source's per-example gradients by vmap of the site's vjp.
+
+    Args:
+        site: the site.
+        layout: the layout of its examples.
+        grads: the gradients of its outputs.
+        carrying: the tensors that hold examples (`carriers`).
+        batch_size: B.
+
+    Returns:
+        The gradients [B, *shape], by the id of the tensor that stands for the source in the call.
+    """
     function = _example_function(site, carrying)
     sources = site.call.source_tensors
 
@@ -52,12 +62,12 @@ def site_gradients(
     data = [layout.by_example(x, batch_size) for x in carrying]
     cotangents = tuple(layout.by_example(grad, batch_size) for grad in grads)
     with _replayed(site.random_state):
-        found = torch.vmap(one, randomness="different")(data, cotangents)
-    return {id(x): grad for x, grad in zip(sources, found, strict=True)}
+        source_grads = torch.vmap(one, randomness="different")(data, cotangents)
+    return {id(x): grad for x, grad in zip(sources, source_grads, strict=True)}
 
 
 def replay_agrees(site: Site, layout: Layout, carrying: list[Tensor], batch_size: int) -> bool:
-    """Whether running the call again, example by example, gives the output it gave: same rows, same random numbers."""
+    """Return whether the call, run again example by example with the same random numbers, gives the same output."""
     assert site.value is not None
     function = _example_function(site, carrying)
     sources = site.call.source_tensors
@@ -69,39 +79,34 @@ def replay_agrees(site: Site, layout: Layout, carrying: list[Tensor], batch_size
 
 
 def close(a: Tensor, b: Tensor, *, rough: bool = False) -> bool:
-    """Equal up to rounding in another order (``rough``: to 16 bits); what is not finite must not be finite in both."""
+    """Return whether the tensors are equal up to rounding (``rough``: to 16 bits), and finite in the same places."""
     tolerance = 1e-4 if a.dtype in (torch.float32, torch.float64) and not rough else 3e-2
-    finite = a.isfinite() & b.isfinite()
+    is_finite = a.isfinite() & b.isfinite()
     same = (a.isfinite() == b.isfinite()).all()
-    scale = torch.where(finite, b, 0).abs().amax() if b.numel() else torch.zeros(())
-    return bool(same & (torch.where(finite, a - b, 0).abs() <= tolerance * (scale + 1e-30)).all())
+    scale = torch.where(is_finite, b, 0).abs().amax() if b.numel() else torch.zeros(())
+    return bool(same & (torch.where(is_finite, a - b, 0).abs() <= tolerance * (scale + 1e-30)).all())
 
 
 def _example_function(
     site: Site, carrying: list[Tensor]
 ) -> Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, ...]]:
-    """The call as a function of its example-wise tensors and of its sources, returning its differentiable outputs."""
+    """Return the call as a function of its example-wise tensors and its sources, with its differentiable outputs."""
     call = site.call
     places = {id(x): ("data", k) for k, x in enumerate(carrying)}
     places.update({id(x): ("source", k) for k, x in enumerate(call.source_tensors)})
 
     def run(data: Sequence[Tensor], sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        given = {"data": data, "source": sources}
+        values = {"data": data, "source": sources}
 
-        def fill(x: Any) -> Any:
-            if isinstance(x, Tensor):
-                kind, k = places.get(id(x), ("", 0))
-                x = given[kind][k] if kind else x
-                return x if site.cast_to is None or not x.is_floating_point() else x.to(site.cast_to)
-            return x
+        def fill(x: Tensor) -> Tensor:
+            kind, k = places.get(id(x), ("", 0))
+            x = values[kind][k] if kind else x
+            return x if site.cast_to is None or not x.is_floating_point() else x.to(site.cast_to)
 
-        # vmap does not know every function that autocast does, so the casts are made here.
+        # vmap does not support every function that autocast does, so the casts happen here.
         with torch.autocast(call.versions[0][0].device.type, enabled=False):
-            result = call.function(
-                *(map_leaves(x, fill) for x in call.args),
-                **{key: map_leaves(x, fill) for key, x in call.kwargs.items()},
-            )
-        results = list(tensors((result,)))
+            args, kwargs = call.with_tensors([fill(x) for x, _ in call.versions])
+            results = tensors(call.function(*args, **kwargs))
         return tuple(results[output.position] for output in site.outputs)
 
     return run
@@ -115,21 +120,69 @@ def whole_model_gradients(
     names: Sequence[str],
     state: RandomState,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The losses and the named parameters' per-example gradients, by vmap over the whole evaluation."""
+    """Compute losses and per-example gradients by vmap over the whole evaluation.
+
+    Args:
+        model: the model.
+        evaluate: runs the model on a batch and returns one loss per example.
+        batch: the batch.
+        batch_size: B.
+        names: the parameters to differentiate.
+        state: the random numbers of the forward pass.
+
+    Returns:
+        The losses [B] and the gradients [B, *shape] by name.
+    """
     parameters = dict(model.named_parameters())
-    wanted = {name: parameters[name].detach() for name in names}
+    chosen = {name: parameters[name].detach() for name in names}
     leaves, structure = pytree.tree_flatten(batch)
     carrying = [k for k, leaf in enumerate(leaves) if batches.is_example_wise(leaf, batch_size)]
 
     def loss_of_one(values: dict[str, Tensor], rows: list[Tensor]) -> Tensor:
-        mine = list(leaves)
+        example = list(leaves)
         for k, row in zip(carrying, rows, strict=True):
-            mine[k] = row
-        with swapped(model, values):
-            return evaluate(pytree.tree_unflatten(mine, structure)).sum()
+            example[k] = row
+        with substituted(model, values):
+            return evaluate(pytree.tree_unflatten(example, structure)).sum()
 
     rows = [leaves[k].unsqueeze(1) for k in carrying]
     with _replayed(state):
         gradient = torch.func.grad_and_value(loss_of_one)
-        grads, losses = torch.vmap(gradient, in_dims=(None, 0), randomness="different")(wanted, rows)
+        grads, losses = torch.vmap(gradient, in_dims=(None, 0), randomness="different")(chosen, rows)
     return losses, grads
+
+
+@contextmanager
+def substituted(model: nn.Module, substitutes: Mapping[str, Tensor]) -> Iterator[None]:
+    """Put other tensors in the place of the named parameters and buffers, wherever the model holds them.
+
+    On exit every module is as it was, attributes included: a forward pass may leave something there that was made from
+    the substitutes, such as a cached table. (`torch.func.functional_call` does not restore a module that is registered
+    in two places.)
+    """
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    substitute = {id(own[name]): x for name, x in substitutes.items()}
+    modules = list(model.modules())  # each once, however many names it has
+    attributes = [(vars(module), dict(vars(module))) for module in modules]
+    # A scripted module has no dicts here, and refuses to be written to: only what changes is written.
+    registries: list[Any] = [registry for module in modules for registry in (module._parameters, module._buffers)]
+    registered = [(registry, dict(registry.items())) for registry in registries]
+    try:
+        for registry, before in registered:
+            for name, x in before.items():
+                if id(x) in substitute:
+                    registry[name] = substitute[id(x)]
+        for current, before in attributes:
+            if isinstance(flat := before.get("_flat_weights"), list):  # recurrent layers have a list of their own
+                current["_flat_weights"] = [substitute.get(id(x), x) for x in flat]
+        yield
+    finally:
+        for current, before in attributes:
+            current.clear()
+            current.update(before)
+        for registry, before in registered:
+            for name in [name for name in registry.keys() if name not in before]:  # noqa: SIM118
+                del registry[name]
+            for name, x in before.items():
+                if name not in registry or registry[name] is not x:
+                    registry[name] = x

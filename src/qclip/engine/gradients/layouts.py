@@ -1,7 +1,7 @@
-"""Layouts: which part of a tensor belongs to which example.
+"""Layouts: which rows of a tensor belong to which example.
 
-Every layout has one view of a tensor in common: ``[B, *what the function would see if it were called on one
-example]``. Rules and fallbacks only ever see that view, so a time-first or flattened model needs no code of its own.
+All layouts share one view of a tensor: ``[B, *shape of the function's argument for one example]``. Rules and fallbacks
+only see that view, so a time-first or flattened model needs no code of its own.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,33 +14,33 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension holds the examples, such as the first ``[B, T, d]`` or the second ``[T, B, d]``."""
+    """One dimension is the batch, such as the first of ``[B, T, d]`` or the second of ``[T, B, d]``."""
 
     axis: int
 
     def holds(self, x: Tensor, batch_size: int) -> bool:
-        """Whether the tensor has the dimension."""
+        """Return whether the tensor has the batch dimension."""
         return x.dim() > self.axis and x.shape[self.axis] == batch_size
 
     def by_example(self, x: Tensor, batch_size: int) -> Tensor:
-        """[B, *shape of one example, with its dimension of length 1]."""
+        """Return the view [B, *shape of one example, with a batch dimension of length 1]."""
         return x.movedim(self.axis, 0).unsqueeze(self.axis + 1)
 
 
 @dataclass(frozen=True)
 class Flat:
-    """The first dimension holds several rows of every example: example by example, or (``interleaved``) row by row."""
+    """The first dimension holds several rows of every example: example by example, or row by row (``interleaved``)."""
 
     rows: int
-    """How many rows each example has."""
+    """The number of rows of each example."""
     interleaved: bool = False
 
     def holds(self, x: Tensor, batch_size: int) -> bool:
-        """Whether the tensor has that many rows."""
+        """Return whether the tensor has this many rows per example."""
         return x.dim() > 0 and x.shape[0] == batch_size * self.rows
 
     def by_example(self, x: Tensor, batch_size: int) -> Tensor:
-        """[B, rows, ...]."""
+        """Return the view [B, rows, ...]."""
         if self.interleaved:
             return x.unflatten(0, (self.rows, batch_size)).movedim(1, 0)
         return x.unflatten(0, (batch_size, self.rows))
@@ -51,11 +51,11 @@ class Single:
     """A batch of one example, which owns everything."""
 
     def holds(self, x: Tensor, batch_size: int) -> bool:
-        """Always."""
+        """Return True: every tensor belongs to the one example."""
         return True
 
     def by_example(self, x: Tensor, batch_size: int) -> Tensor:
-        """[1, *shape]."""
+        """Return the view [1, *shape]."""
         return x.unsqueeze(0)
 
 
@@ -63,20 +63,20 @@ Layout = Axis | Flat | Single
 
 
 def relative(lengths: Iterable[int], batch_size: int) -> tuple[Any, ...]:
-    """Lengths with the batch's taken out, so that batches of other sizes that do the same look the same.
+    """Replace multiples of the batch size among the lengths, so that equal passes of other batch sizes look equal.
 
-    A length that has nothing to do with the batch and equals it by chance makes two batches look different, not alike.
+    A length that is a multiple by chance makes two batches look different, never equal.
 
     >>> relative((32, 64, 10), 32), relative((30, 64, 10), 30)
     ((('batch', 1), ('batch', 2), 10), (('batch', 1), 64, 10))
     """
-    if batch_size == 1:  # every length is a multiple; one example is a kind of its own
+    if batch_size == 1:  # every length is a multiple of 1: one example is a kind of its own
         return ("one", *lengths)
     return tuple(("batch", k // batch_size) if k and k % batch_size == 0 else k for k in lengths)
 
 
 def candidates(shape: torch.Size, batch_size: int) -> Iterator[Layout]:
-    """Every layout that the sizes admit, the most usual first. Sizes decide nothing: see `qclip.engine.proof.proof`."""
+    """Yield every layout that the sizes admit, the most usual first; `qclip.engine.proof.proof` decides among them."""
     if batch_size == 1:
         yield Single()
         return

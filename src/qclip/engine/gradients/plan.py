@@ -1,4 +1,4 @@
-"""A plan: for every site of a forward pass, who owns which rows and how its gradients are computed."""
+"""Plans: for every site of a forward pass, the layout of its examples and how its gradients are computed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,34 +13,35 @@ from qclip.engine.gradients.convolutions import Windows
 from qclip.engine.gradients.forms import Dense, Outer, Rows
 from qclip.engine.gradients.layouts import Layout, relative
 from qclip.engine.gradients.rules.registry import Gradient
-from qclip.engine.gradients.sites import Site, map_leaves
+from qclip.engine.gradients.sites import Site
 
 
 @dataclass(frozen=True)
 class SitePlan:
-    """How one site is dealt with."""
+    """How the gradients of one site are computed."""
 
     layout: Layout
     by_rule: bool
     dims: int | None
-    """Fallback only: the number of dimensions of tensors that hold examples; None for any."""
+    """For the fallback: the number of dimensions of tensors that hold examples; None for any."""
     name: str
     """For messages."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How every site is dealt with; None where its parameters are left to the whole-model fallback."""
+    """How the gradients of every site are computed."""
 
     sites: tuple[SitePlan | None, ...]
+    """None where the site's parameters are left to the whole-model fallback."""
     whole: frozenset[str]
     """Parameters left to the whole-model fallback."""
     reasons: Mapping[str, str]
-    """Why, by parameter."""
+    """Why they are, by parameter."""
     proven: bool
-    """Whether the proof holds for later batches of the kind; not where a site showed no gradient, or data move rows."""
+    """Whether the proof holds for later batches of the kind; not if a site had no gradient, or data route rows."""
     moved: bool = False
-    """Whether buffers and frozen parameters had other values in the proof: it then holds while they drift."""
+    """Whether buffers and frozen parameters were perturbed in the proof: it then holds while they drift."""
 
     @property
     def why(self) -> str:
@@ -49,12 +50,19 @@ class Plan:
 
 
 def gradient_forms(site: Site, plan: SitePlan, grads: Sequence[Tensor], batch_size: int) -> dict[int, Gradient]:
-    """Each source's per-example gradient at this site, by the id of its tensor in the call."""
+    """Return each source's per-example gradient at this site, by the id of the source's tensor in the call.
+
+    Args:
+        site: the site.
+        plan: how its gradients are computed.
+        grads: the gradients of its outputs.
+        batch_size: B.
+    """
     if plan.by_rule:
         return _rule_forms(site, plan.layout, grads[0], batch_size)
     carrying = fallback.carriers(site.call, plan.layout, batch_size, plan.dims)
-    found = fallback.site_gradients(site, plan.layout, grads, carrying, batch_size)
-    return {key: Dense(grad) for key, grad in found.items()}
+    gradients = fallback.site_gradients(site, plan.layout, grads, carrying, batch_size)
+    return {key: Dense(gradient) for key, gradient in gradients.items()}
 
 
 def _rule_forms(site: Site, layout: Layout, grad: Tensor, batch_size: int) -> dict[int, Gradient]:
@@ -63,15 +71,14 @@ def _rule_forms(site: Site, layout: Layout, grad: Tensor, batch_size: int) -> di
     if any(x.is_complex() for x, _ in call.versions):
         return {}  # rules are written for real numbers
 
-    def by_example(x: Any) -> Any:
-        if not isinstance(x, Tensor) or id(x) in call.fixed:
+    def by_example(x: Tensor) -> Tensor:
+        if id(x) in call.fixed:
             return x
         if entry.broadcasts and x.dim() < dims:
             x = x[(None,) * (dims - x.dim())]
         return layout.by_example(x, batch_size) if layout.holds(x, batch_size) else x
 
-    args = tuple(map_leaves(x, by_example) for x in call.args)
-    kwargs = {key: map_leaves(x, by_example) for key, x in call.kwargs.items()}
+    args, kwargs = call.with_tensors([by_example(x) for x, _ in call.versions])
     with torch.no_grad():
         gradients = entry.rule(layout.by_example(grad, batch_size), *args, **kwargs)
     bound = entry.signature.bind(grad, *args, **kwargs).arguments
@@ -79,7 +86,7 @@ def _rule_forms(site: Site, layout: Layout, grad: Tensor, batch_size: int) -> di
 
 
 def signature(sites: Sequence[Site], batch_size: int) -> tuple[Any, ...]:
-    """What two forward passes must have in common to share a plan; their batches may differ in size."""
+    """Return a key that is equal for forward passes that can share a plan; their batch sizes may differ."""
     return tuple(
         (
             site.call.function,
@@ -94,7 +101,14 @@ def signature(sites: Sequence[Site], batch_size: int) -> tuple[Any, ...]:
 def plan_site(
     site: Site, layouts: Sequence[Layout], grads: Sequence[Tensor | None], batch_size: int
 ) -> tuple[list[SitePlan], str]:
-    """A plan for each of the layouts that some way fits, and why there is none."""
+    """Return a plan for each layout that fits, by the first strategy that does, and the reason if there is none.
+
+    Args:
+        site: the site, with its value.
+        layouts: the layouts that the gradients admit.
+        grads: the gradients of its outputs; None for outputs that the loss does not depend on.
+        batch_size: B.
+    """
     if not layouts:
         return [], "the rows of its output cannot be attributed to examples"
     assert site.value is not None
@@ -104,7 +118,7 @@ def plan_site(
     ]
     plans: list[SitePlan] = []
     for layout in layouts:
-        for by_rule, dims in _ways(site):
+        for by_rule, dims in _strategies(site):
             plan = SitePlan(layout, by_rule, dims, str(site))
             try:
                 if (by_rule or _replays(site, plan, batch_size)) and _covers(site, plan, filled, batch_size):
@@ -115,12 +129,12 @@ def plan_site(
                     raise Refusal(f"{site}: {error}") from error
                 break
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
-                continue  # this way does not fit the call; the next one may
-    return plans, "it has no rule, and running it again example by example does not give what it gave"
+                continue  # this strategy does not fit the call; the next one may
+    return plans, "it has no rule, and running it again example by example does not reproduce its output"
 
 
 def _covers(site: Site, plan: SitePlan, grads: Sequence[Tensor], batch_size: int) -> bool:
-    """Whether the plan gives a per-example gradient of every source."""
+    """Return whether the plan gives a per-example gradient of every source."""
     forms = gradient_forms(site, plan, grads, batch_size)
     return all(_fits(forms.get(key), source.shape, batch_size) for key, source in site.call.sources.items())
 
@@ -130,7 +144,8 @@ def _replays(site: Site, plan: SitePlan, batch_size: int) -> bool:
     return fallback.replay_agrees(site, plan.layout, carrying, batch_size)
 
 
-def _ways(site: Site) -> Iterator[tuple[bool, int | None]]:
+def _strategies(site: Site) -> Iterator[tuple[bool, int | None]]:
+    """Yield ``by_rule`` and ``dims`` of the plans to try, the best first."""
     if site.entry is not None and len(site.outputs) == 1:
         yield True, None
     yield False, len(site.outputs[0].shape)
@@ -143,6 +158,6 @@ def _fits(gradient: Gradient | None, shape: torch.Size, batch_size: int) -> bool
     form = gradient() if callable(gradient) else gradient
     if isinstance(form, Dense):
         return form.grads.shape == (batch_size, *shape)
-    if isinstance(form, Outer) and form.left.shape[1] * form.sides[0] * form.sides[1] != form.size:
+    if isinstance(form, Outer) and form.left.shape[1] * form.dims.sides[0] * form.dims.sides[1] != form.dims.elements:
         return False
     return isinstance(form, (Outer, Windows, Rows)) and form.shape == shape

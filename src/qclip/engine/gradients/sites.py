@@ -1,9 +1,9 @@
-"""Sites and sources: the records that a capture leaves.
+"""Sites and sources: the records of a captured forward pass.
 
-A *site* is a call of a torch function that combines parameters with data. A *source* is what a site gets from
-parameters: a parameter itself, or a value made from parameters and constants alone (a slice, a transpose, a weight
-norm). Sites hold the gradient edge of their output, never the output: an in-place activation behind it would change the
-tensor, not the edge.
+A *site* is a call of a torch function that combines parameters with data. A *source* is an argument of a site that
+depends on parameters but not on data: a parameter itself, or a value computed from parameters and constants alone (a
+slice, a transpose, a weight norm). A site holds the gradient edge of its output, never the output: an in-place
+activation that follows changes the tensor, but not the edge.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,15 +22,15 @@ from qclip.engine.randomness import RandomState
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A parameter, or a value made from parameters and constants alone."""
+    """A parameter, or a value computed from parameters and constants alone."""
 
     edge: GradientEdge
     shape: torch.Size
     dtype: torch.dtype
     parameters: frozenset[str]
-    """The parameters it is made from."""
+    """The parameters it is computed from."""
     call: "Call | None" = None
-    """The call that made it; None for a parameter."""
+    """The call that computed it; None for a parameter."""
     parents: tuple["Source", ...] = ()
 
 
@@ -42,15 +42,17 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     sources: Mapping[int, Source]
-    """By the id of the detached tensor that stands for it in the arguments."""
+    """By the id of the detached tensor that stands for the source among the arguments."""
     versions: tuple[tuple[Tensor, int], ...]
-    """The tensors as they were at the call."""
+    """Every detached tensor, in the order of the arguments, with its version at the time of the call."""
     fixed: frozenset[int]
-    """The ids of tensors that hold no examples: sources, frozen parameters, buffers and what is made from them."""
+    """The ids of tensors that hold no examples: sources, frozen parameters, buffers and values computed from them."""
+    in_place: bool
+    """Whether the function overwrites its first argument."""
 
     @property
     def parameters(self) -> list[str]:
-        """The names of the parameters it consumes."""
+        """The names of the parameters that it consumes, sorted."""
         return sorted({name for source in self.sources.values() for name in source.parameters})
 
     @property
@@ -60,8 +62,12 @@ class Call:
 
     @property
     def function_name(self) -> str:
-        """Such as ``torch.conv2d``."""
+        """The qualified name of the function, such as ``torch.conv2d``."""
         return resolve_name(self.function) or getattr(self.function, "__name__", repr(self.function))
+
+    def with_tensors(self, replacements: Iterable[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with other tensors in place of its own, one for each entry of ``versions``."""
+        return with_tensors(self.args, self.kwargs, replacements)
 
     def __str__(self) -> str:
         return f"{self.function_name} with {', '.join(self.parameters)}"
@@ -74,7 +80,7 @@ class Output:
     position: int
     """Among the tensors that the function returned."""
     edge: GradientEdge
-    """Its gradient has as many numbers as the output, not always the same shape."""
+    """Its gradient has as many elements as the output, but not always the same shape."""
     shape: torch.Size
     dtype: torch.dtype
 
@@ -87,26 +93,23 @@ class Site:
     entry: rules.Entry | None
     outputs: tuple[Output, ...]
     data_nodes: tuple[frozenset[Node], ...]
-    """Where the gradient goes on to, for each differentiable data argument: any of its nodes."""
+    """For each differentiable data argument, the autograd nodes by which the gradient may continue."""
     cast_to: torch.dtype | None
-    """What autocast made of the call's tensors; None without autocast."""
+    """The dtype to which autocast converted the call's tensors; None without autocast."""
     random_state: RandomState | None
-    """The generators before a call that may have to be run again."""
+    """The state of the generators before a call that may have to run again."""
     value: Tensor | None
-    """The first output as it was, where a check asked for it."""
-    spread: int | None
-    """For a call without data, taken for a site because it seems to give rows to examples: the how-manieth it was."""
+    """A copy of the first output, kept only for proofs."""
+    broadcast_index: int | None
+    """Ordinal among parameter-only calls that look like batch broadcasts; None for ordinary sites."""
 
     @property
     def parameters(self) -> list[str]:
-        """The names of the parameters it consumes."""
+        """The names of the parameters that it consumes, sorted."""
         return self.call.parameters
 
     def __str__(self) -> str:
         return str(self.call)
-
-
-_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__imatmul__", "__ipow__"}
 
 
 def output_gradients(
@@ -118,25 +121,42 @@ def output_gradients(
     retain_graph: bool,
     after_backward: Callable[[], object] = lambda: None,
 ) -> list[list[Tensor | None]]:
-    """The gradient of the weighted losses at every output of every site; None where there is none."""
-    outputs = [output for site in sites for output in site.outputs]
-    if not outputs:
+    """Compute the gradient of the weighted losses at every output of every site, by one backward pass.
+
+    Args:
+        losses: One loss per example, [B].
+        weights: The weight of each loss, [B].
+        sites: The sites whose output gradients are wanted.
+        parameters: The trainable parameters by name, whose ``.grad`` the backward pass must leave alone.
+        retain_graph: Whether the autograd graph is needed again.
+        after_backward: Called when the backward pass has ended.
+
+    Returns:
+        For each site, the gradient of each of its outputs in the shape of the output; None where the losses do not
+        depend on it.
+
+    Raises:
+        Refusal: If the backward pass writes into the ``.grad`` of a parameter.
+    """
+    edges = [output.edge for site in sites for output in site.outputs]
+    if not edges:
         return []
-    edges = [output.edge for output in outputs]
     before = {name: (p.grad, None if p.grad is None else p.grad._version) for name, p in parameters.items()}
     grads = torch.autograd.grad([losses], edges, grad_outputs=[weights], retain_graph=retain_graph, allow_unused=True)
     after_backward()
     _require_untouched(parameters, before)
-    shaped = iter(
-        None if grad is None else grad.reshape(output.shape) for grad, output in zip(grads, outputs, strict=True)
-    )
-    return [[next(shaped) for _ in site.outputs] for site in sites]
+    remaining = iter(grads)
+    return [[_shaped(next(remaining), output.shape) for output in site.outputs] for site in sites]
+
+
+def _shaped(grad: Tensor | None, shape: torch.Size) -> Tensor | None:
+    return None if grad is None else grad.reshape(shape)
 
 
 def _require_untouched(
     parameters: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor | None, int | None]]
 ) -> None:
-    """Refuse a backward pass that writes raw gradients by itself, as reentrant checkpoints and reversible layers do."""
+    """Refuse a backward pass that writes raw gradients itself, as reentrant checkpoints and reversible layers do."""
     written = []
     for name, parameter in parameters.items():
         grad, version = before[name]
@@ -150,35 +170,28 @@ def _require_untouched(
         )
 
 
-def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the values, lists and tuples opened."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from tensors(value)
-
-
-def leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """Everything in lists, tuples and slices."""
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            yield from leaves(value)
-        elif isinstance(value, slice):
-            yield from (value.start, value.stop, value.step)
-        else:
-            yield value
-
-
-def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Apply a function to everything in lists and tuples. (A closure that calls itself would keep tensors alive.)"""
+def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested lists and tuples, in order."""
+    if isinstance(value, Tensor):
+        return [value]
     if isinstance(value, (tuple, list)):
-        mapped = [map_leaves(x, function) for x in value]
-        return mapped if isinstance(value, list) else tuple(mapped)
-    return function(value)
+        return [x for item in value for x in tensors(item)]
+    return []
 
 
-def is_in_place(function: Callable[..., Any]) -> bool:
-    """Whether the function overwrites its first argument."""
-    name = getattr(function, "__name__", "")
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+def with_tensors(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], replacements: Iterable[Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with other tensors in place of their own, in the order in which `tensors` lists these."""
+    remaining = iter(replacements)
+    replaced = tuple(_with_tensors(value, remaining) for value in args)
+    return replaced, {key: _with_tensors(value, remaining) for key, value in kwargs.items()}
+
+
+def _with_tensors(value: Any, replacements: Iterator[Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return next(replacements)
+    if isinstance(value, (tuple, list)):
+        items = [_with_tensors(item, replacements) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value

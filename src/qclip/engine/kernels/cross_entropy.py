@@ -1,10 +1,11 @@
-# ruff: noqa: ANN202, ARG001 - what Triton compiles has no types; a fake has the signature of its operator
+# ruff: noqa: ANN202 - what Triton compiles has no types
 """Cross entropy over many classes: losses in one pass over the scores, gradients in another.
 
-Written out in torch, the compiler takes logarithms per score instead of per row, and reads rows of a padded layer one
-number at a time.
+Written in plain torch, the compiler would take a logarithm per score instead of per row, and read the rows of a padded
+layer element by element.
 
-Shapes: R rows (examples, or positions of examples), C classes.
+Shapes: R rows (examples, or positions of examples), C classes, W >= C columns. A layer that was padded for alignment
+has columns beyond the classes: they do not count, and their gradients are zero.
 """
 
 from typing import Any, Final
@@ -13,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qclip.engine.kernels import installed, usable
-from qclip.engine.kernels.products import full
+from qclip.engine.kernels import installed, operator, usable
+from qclip.engine.kernels.products import as_float32
 
 if installed():
     import triton
@@ -23,94 +24,152 @@ else:
     triton = None
 
 BLOCK: Final = 2048
-"""How many scores of a row are read at once."""
+"""The scores of a row that are read at once."""
 
 
-@torch.library.custom_op("qclip::cross_entropy", mutates_args=(), tags=(torch.Tag.flexible_layout,))
-def cross_entropy(scores: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Each row's loss [R], then its highest score and the logarithm of the summed exponentials of what the others are
-    less than that [2, R], at least float32.
+@operator(
+    "cross_entropy",
+    fake=lambda scores, *_: tuple(as_float32(scores.new_empty(shape)) for shape in ((len(scores),), (2, len(scores)))),
+)
+def cross_entropy(
+    scores: Tensor, target: Tensor, ignored: int, smoothing: float = 0.0, classes: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute the cross entropy of each row.
 
-    ``scores`` is [R, C]. The loss is 0 where the ``target`` [R] is ``ignored``.
+    Autograd differentiates the losses with respect to the scores.
+
+    Args:
+        scores: [R, W].
+        target: the class of each row, [R].
+        ignored: the target of rows whose loss is 0.
+        smoothing: the label smoothing: the part of each target that is spread evenly over all classes.
+        classes: C; None if all columns are classes.
+
+    Returns:
+        The loss per row [R]; then the row maximum and the log-sum-exp after subtracting it [2, R]. In float32 (float64
+        for float64).
 
     >>> cross_entropy(torch.ones(2, 8), torch.tensor([3, -100]), -100)
     (tensor([2.0794, 0.0000]), tensor([[1.0000, 1.0000],
             [2.0794, 2.0794]]))
     """
-    return launch(scores, target, ignored) if usable(scores) else twin(scores, target, ignored)
+    compute = launch if usable(scores) else twin
+    return compute(scores, target, ignored, smoothing, classes)
 
 
-@cross_entropy.register_fake
-def _(scores: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    return full(scores.new_empty(len(scores))), full(scores.new_empty((2, len(scores))))
-
-
-@torch.library.custom_op("qclip::cross_entropy_gradients", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+@operator("cross_entropy_gradients", fake=lambda scores, *_: scores.new_empty(scores.shape))
 def cross_entropy_gradients(
-    scores: Tensor, target: Tensor, upstream: Tensor, sums: Tensor, ignored: int, width: int
+    scores: Tensor,
+    target: Tensor,
+    upstream: Tensor,
+    sums: Tensor,
+    ignored: int,
+    smoothing: float = 0.0,
+    classes: int | None = None,
 ) -> Tensor:
-    """The gradients of the losses times ``upstream`` [R], with zeros up to ``width``: [R, width], as precise as scores.
+    """Compute the gradients of the losses with respect to the scores, times ``upstream``.
 
-    ``sums`` are the second result of `cross_entropy`.
+    Args:
+        scores: [R, W].
+        target: the class of each row, [R].
+        upstream: the gradient of each loss, [R].
+        sums: the second result of `cross_entropy`, [2, R].
+        ignored: the target of rows whose gradient is 0.
+        smoothing: the label smoothing.
+        classes: C; None if all columns are classes.
+
+    Returns:
+        The gradients [R, W], in the precision of the scores; 0 beyond the classes.
     """
-    find = launch_gradients if usable(scores) else twin_gradients
-    return find(scores, target, upstream, sums, ignored, width)
+    compute = launch_gradients if usable(scores) else twin_gradients
+    return compute(scores, target, upstream, sums, ignored, smoothing, classes)
 
 
-@cross_entropy_gradients.register_fake
-def _(scores: Tensor, target: Tensor, upstream: Tensor, sums: Tensor, ignored: int, width: int) -> Tensor:
-    return scores.new_empty((len(scores), width))
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    scores, target, *ctx.options = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(scores, target, output[1])
 
 
-def twin(scores: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """The same in plain torch."""
-    scores = full(scores)
-    losses = F.cross_entropy(scores, target, ignore_index=ignored, reduction="none")
+def _backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    scores, target, sums = ctx.saved_tensors
+    return cross_entropy_gradients(scores, target, upstream, sums, *ctx.options), None, None, None, None
+
+
+cross_entropy.register_autograd(_backward, setup_context=_save)
+
+
+def twin(
+    scores: Tensor, target: Tensor, ignored: int, smoothing: float = 0.0, classes: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute `cross_entropy` in plain torch."""
+    scores = as_float32(scores[:, :classes])
+    losses = F.cross_entropy(scores, target, ignore_index=ignored, reduction="none", label_smoothing=smoothing)
     highest = scores.amax(1) if scores.shape[0] else losses
     return losses, torch.stack([highest, (scores - highest[:, None]).exp().sum(1).log()])
 
 
-def twin_gradients(scores: Tensor, target: Tensor, upstream: Tensor, sums: Tensor, ignored: int, width: int) -> Tensor:
-    """The same in plain torch."""
-    counted = target != ignored
+def twin_gradients(
+    scores: Tensor,
+    target: Tensor,
+    upstream: Tensor,
+    sums: Tensor,
+    ignored: int,
+    smoothing: float = 0.0,
+    classes: int | None = None,
+) -> Tensor:
+    """Compute `cross_entropy_gradients` in plain torch."""
+    is_counted = target != ignored
     highest, logarithms = sums[:, :, None]
-    found = (full(scores) - highest - logarithms).exp().contiguous()  # however the scores lie
-    found.scatter_add_(1, torch.where(counted, target, 0).long()[:, None], -torch.ones_like(found[:, :1]))
-    found *= torch.where(counted, upstream, 0).to(found.dtype)[:, None]
-    return F.pad(found.to(scores.dtype), (0, width - scores.shape[1]))
+    grads = (as_float32(scores[:, :classes]) - highest - logarithms).exp().contiguous()
+    own = torch.full_like(grads[:, :1], smoothing - 1)
+    grads.scatter_add_(1, torch.where(is_counted, target, 0).long()[:, None], own)
+    grads -= smoothing / grads.shape[1]
+    grads *= torch.where(is_counted, upstream, 0).to(grads.dtype)[:, None]
+    return F.pad(grads.to(scores.dtype), (0, scores.shape[1] - grads.shape[1]))
 
 
-def launch(scores: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Run the kernel: what `twin` gives."""
+def launch(
+    scores: Tensor, target: Tensor, ignored: int, smoothing: float = 0.0, classes: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run the kernel of `cross_entropy`."""
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
-    rows, classes = scores.shape
+    rows = len(scores)
+    classes = scores.shape[1] if classes is None else classes
     losses, sums = (torch.empty(*shape, dtype=torch.float32, device=scores.device) for shape in ((rows,), (2, rows)))
     kernel: Any = _losses
     with torch.cuda.device_of(scores):
         kernel[(rows,)](
-            *(scores, target.contiguous(), losses, sums, classes, scores.stride(0), ignored, BLOCK),
+            *(scores, target.contiguous(), losses, sums, classes, scores.stride(0), ignored, smoothing, BLOCK),
             num_warps=8,
-            debug=True,  # a class that there is not stops the program, as in torch
+            debug=True,  # a target out of range stops the program, as in torch
             sanitize_overflow=False,
         )
     return losses, sums
 
 
 def launch_gradients(
-    scores: Tensor, target: Tensor, upstream: Tensor, sums: Tensor, ignored: int, width: int
+    scores: Tensor,
+    target: Tensor,
+    upstream: Tensor,
+    sums: Tensor,
+    ignored: int,
+    smoothing: float = 0.0,
+    classes: int | None = None,
 ) -> Tensor:
-    """Run the kernel: what `twin_gradients` gives."""
+    """Run the kernel of `cross_entropy_gradients`."""
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
-    rows, classes = scores.shape
-    found = scores.new_empty((rows, width))
+    rows, width = scores.shape
+    classes = width if classes is None else classes
+    grads = scores.new_empty((rows, width))
     kernel: Any = _gradients
     with torch.cuda.device_of(scores):
         kernel[(rows, -(-width // BLOCK))](
-            *(scores, target.contiguous(), upstream.contiguous(), sums.contiguous(), found),
-            *(classes, width, scores.stride(0), ignored, BLOCK),
+            *(scores, target.contiguous(), upstream.contiguous(), sums.contiguous(), grads),
+            *(classes, width, scores.stride(0), ignored, smoothing, BLOCK),
             num_warps=4,
         )
-    return found
+    return grads
 
 
 if triton is not None:
@@ -124,41 +183,50 @@ if triton is not None:
         C: tl.constexpr,
         ROW: tl.constexpr,
         IGNORED: tl.constexpr,
+        SMOOTHING: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """One row. Each place of a block has a highest score and a sum of its own until the end."""
+        """Compute one row. Each lane of a block keeps a maximum and sums of its own until the end."""
         row = tl.program_id(0).to(tl.int64)
         scores += row * ROW
         here = tl.arange(0, BLOCK)
         high = tl.full((BLOCK,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK,), tl.float32)
+        plain = tl.zeros((BLOCK,), tl.float32)  # of the scores themselves, for label smoothing
         for start in range(0, C // BLOCK * BLOCK, BLOCK):
-            high, total = _taken_in(tl.load(scores + start + here).to(tl.float32), high, total)
-        if C % BLOCK > 0:  # apart, because a mask makes loads narrow
+            x = tl.load(scores + start + here).to(tl.float32)
+            high, total = _accumulate(x, high, total)
+            if SMOOTHING > 0:
+                plain += x
+        if C % BLOCK > 0:  # separate, because a mask makes loads narrow
             last = C // BLOCK * BLOCK + here
-            high, total = _taken_in(
-                tl.load(scores + last, mask=last < C, other=float("-inf")).to(tl.float32), high, total
-            )
+            x = tl.load(scores + last, mask=last < C, other=float("-inf")).to(tl.float32)
+            high, total = _accumulate(x, high, total)
+            if SMOOTHING > 0:
+                plain += tl.where(last < C, x, 0.0)
         highest = tl.max(high)
         logarithm = tl.log(tl.sum(total * tl.exp(high - _or_zero(highest))))
         place = tl.load(target + row)
-        counted = place != IGNORED
-        tl.device_assert((place >= 0) & (place < C) | (place == IGNORED), "a target is no class")
-        own = tl.load(scores + place, mask=counted, other=0.0).to(tl.float32)
-        # The highest score is taken from the own one first: both may be large, and their difference is exact.
-        tl.store(losses + row, tl.where(counted, logarithm - (own - highest), 0.0))
+        is_counted = place != IGNORED
+        tl.device_assert((place >= 0) & (place < C) | (place == IGNORED), "a target is out of range")
+        own = tl.load(scores + place, mask=is_counted, other=0.0).to(tl.float32)
+        # First the difference of the own score and the maximum: both may be large, and their difference is exact.
+        loss = logarithm - (1 - SMOOTHING) * (own - highest)
+        if SMOOTHING > 0:
+            loss -= SMOOTHING * (tl.sum(plain) / C - highest)
+        tl.store(losses + row, tl.where(is_counted, loss, 0.0))
         tl.store(sums + row, highest)
         tl.store(sums + tl.num_programs(0) + row, logarithm)
 
     @triton.jit
-    def _taken_in(x, high, total):
+    def _accumulate(x, high, total):
         new = tl.maximum(high, x)
         base = _or_zero(new)
         return new, total * tl.exp(high - base) + tl.exp(x - base)
 
     @triton.jit
     def _or_zero(x):
-        """-inf less itself is no number."""
+        """Replace -inf by 0: -inf - (-inf) is NaN."""
         return tl.where(x == float("-inf"), 0.0, x)
 
     @triton.jit
@@ -167,26 +235,28 @@ if triton is not None:
         target,
         upstream,
         sums,
-        found,
+        grads,
         C: tl.constexpr,
         WIDTH: tl.constexpr,
         ROW: tl.constexpr,
         IGNORED: tl.constexpr,
+        SMOOTHING: tl.constexpr,
         BLOCK: tl.constexpr,
     ):
-        """One block of one row."""
+        """Compute one block of one row."""
         row = tl.program_id(0).to(tl.int64)
         here = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         scores += row * ROW
-        found += row * WIDTH
+        grads += row * WIDTH
         place = tl.load(target + row)
         scale = tl.where(place == IGNORED, 0.0, tl.load(upstream + row).to(tl.float32))
         highest, logarithm = tl.load(sums + row), tl.load(sums + tl.num_programs(0) + row)
         if (tl.program_id(1) + 1) * BLOCK <= C:  # nearly always
             x = tl.load(scores + here).to(tl.float32)
-            value = scale * (tl.exp(x - highest - logarithm) - tl.where(here == place, 1.0, 0.0))
-            tl.store(found + here, value.to(found.dtype.element_ty))
+            value = tl.exp(x - highest - logarithm) - tl.where(here == place, 1.0 - SMOOTHING, 0.0) - SMOOTHING / C
+            tl.store(grads + here, (scale * value).to(grads.dtype.element_ty))
         else:
             x = tl.load(scores + here, mask=here < C, other=0.0).to(tl.float32)
-            value = scale * (tl.exp(x - highest - logarithm) - tl.where(here == place, 1.0, 0.0))
-            tl.store(found + here, tl.where(here < C, value, 0.0).to(found.dtype.element_ty), mask=here < WIDTH)
+            value = tl.exp(x - highest - logarithm) - tl.where(here == place, 1.0 - SMOOTHING, 0.0) - SMOOTHING / C
+            value = tl.where(here < C, scale * value, 0.0)
+            tl.store(grads + here, value.to(grads.dtype.element_ty), mask=here < WIDTH)

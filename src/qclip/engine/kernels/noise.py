@@ -1,10 +1,10 @@
 # ruff: noqa: ANN202 - what Triton compiles has no types
-"""Noise for GPUs, written in Triton: drawn, added, divided and rounded in one pass over many tensors.
+"""Gaussian noise on a GPU: drawn, added, divided and rounded in one Triton pass over many tensors.
 
-The sum is read once and the noisy gradient written once; the noise itself never lies in memory. Normal numbers come
-from Philox counters and the Box-Muller transform, as those of torch's own CUDA generator do, with the same 2^-33 as the
-smallest uniform number: they end at 6.76. Angles have 32 bits, and from there on all is in float64: the noise must be
-much finer than the grid that is rounded to, or its own grid would tell where the sum was.
+The sum is read once and the noisy gradient written once; the noise itself is never stored. Normal numbers come from
+Philox counters and the Box-Muller transform, as in torch's own CUDA generator, with the same smallest uniform number
+2^-33: they end at 6.76. Angles have 32 bits, and all later arithmetic is in float64: the noise must be much finer than
+the grid that the result is rounded to, or the grid of the noise would reveal where the sum was.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from torch import Tensor
 from qclip.engine.batch import to_device_async
 
 BLOCK: Final = 512
-"""Normal numbers come in fours; one program makes four blocks."""
+"""Philox returns four words at a time, so one program computes four blocks of this many elements."""
 
 if find_spec("triton") is not None:
     import triton
@@ -29,7 +29,12 @@ else:
 
 
 def usable(raw: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes this sum: float32, contiguous, on a GPU, with Triton; for float32 or bfloat16."""
+    """Return whether the kernel takes this sum: contiguous float32 on a GPU, with Triton, for these output types.
+
+    Args:
+        raw: the raw sum.
+        dtype: the precision of the noisy result: float32 or bfloat16.
+    """
     fits = raw.dtype == torch.float32 and dtype in (torch.float32, torch.bfloat16) and raw.is_contiguous()
     return triton is not None and raw.is_cuda and fits
 
@@ -42,28 +47,35 @@ def noisy_sums(
     words: tuple[int, int],
     dtype: torch.dtype,
 ) -> list[Tensor]:
-    """``scale * raw + std * normal`` in float64, to the nearest multiple of ``spacing``; then rounded to ``dtype``.
+    """Compute ``scale * raw + std * normal`` in float64, round to a multiple of ``spacing``, then to ``dtype``.
 
-    All on one GPU. ``words`` are 128 fresh secret bits: Philox's key, and the half of its counters that does not count.
+    Args:
+        raws: the raw sums, all on one GPU.
+        stds: the standard deviation of the noise of each sum.
+        spacings: the grid of each result, a power of two.
+        scale: the factor of all sums.
+        words: 128 fresh secret bits: Philox's key, and the half of its counters that does not count.
+        dtype: the precision of the results.
     """
     device = raws[0].device
     rows, starts, total = _table(tuple(raw.numel() for raw in raws), device)
     memory = torch.empty(total, dtype=dtype, device=device)
     addresses = _addresses_of(tuple(raw.data_ptr() for raw in raws), device)
-    numbers = to_device_async(_numbers(words, stds, spacings, scale), device)
+    values = to_device_async(_launch_values(words, stds, spacings, scale), device)
     aligned = all(raw.data_ptr() % 16 == 0 for raw in raws)
     with torch.cuda.device(device):
         kernel: Any = _add_noise
-        arguments = rows, addresses, numbers, memory
+        arguments = rows, addresses, values, memory
         kernel[(len(rows),)](*arguments, ALIGNED=aligned, FAST=torch.version.hip is None, BLOCK=BLOCK, num_warps=4)
-    parts = [memory.as_strided(raw.shape, raw.stride(), start) for start, raw in zip(starts, raws, strict=True)]
-    return [part.data for part in parts]  # each with a version of its own: a change to one is not a change to all
+    views = [memory.as_strided(raw.shape, raw.stride(), start) for start, raw in zip(starts, raws, strict=True)]
+    return [view.data for view in views]  # each with its own version counter: a change to one is not a change to all
 
 
-def _numbers(words: Sequence[int], stds: Sequence[float], spacings: Sequence[float], scale: float) -> Tensor:
-    """What is new at every launch, in one piece, [2 + 3 tensors] of 64 bits each: the secret words, and floats.
+def _launch_values(words: Sequence[int], stds: Sequence[float], spacings: Sequence[float], scale: float) -> Tensor:
+    """Return the values that change at every launch, as 64-bit words [2 + 3 * tensors] in one tensor.
 
-    For each tensor deviation and scale in units of the spacing, a power of two, which rounds nothing; and the spacing.
+    First the secret words; then, for each tensor, standard deviation and scale in units of the spacing, and the
+    spacing. It is a power of two, so the divisions are exact.
     """
     pairs = zip(stds, spacings, strict=True)
     sizes = np.array([size for std, spacing in pairs for size in (std / spacing, scale / spacing, spacing)])
@@ -72,7 +84,10 @@ def _numbers(words: Sequence[int], stds: Sequence[float], spacings: Sequence[flo
 
 @lru_cache(maxsize=16)
 def _table(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[int], int]:
-    """For each program: which tensor, from where in it, how many numbers, and where to. Then where each tensor goes."""
+    """Return one row per program (tensor, offset in it, number of elements, offset in the output), and the layout.
+
+    The layout is the offset of each tensor in the output, and the output's length.
+    """
     rows: list[tuple[int, int, int, int]] = []
     starts: list[int] = []
     total = 0
@@ -85,52 +100,36 @@ def _table(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, list
 
 @lru_cache(maxsize=16)
 def _addresses_of(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """On the device, without waiting for it; steps that are replayed have their sums in the same places."""
+    """Return the addresses on the device, without waiting for it. Replayed steps have their sums at the same ones."""
     return to_device_async(torch.tensor(values), device)
 
 
 if triton is not None:
 
     @triton.jit
-    def _add_noise(
-        rows,
-        addresses,
-        numbers,
-        memory,
-        ALIGNED: tl.constexpr,
-        FAST: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):
-        """One row of the table: four blocks of one tensor."""
+    def _add_noise(rows, addresses, values, memory, ALIGNED: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr):
+        """Process one row of the table: four blocks of one tensor."""
         program = tl.program_id(0)
         tensor = tl.load(rows + 4 * program)
         address = tl.load(addresses + tensor) + 4 * tl.load(rows + 4 * program + 1)
         raw = address.to(tl.pointer_type(tl.float32))
-        if ALIGNED:  # as the compiler cannot know; it then reads 16 bytes at once
+        if ALIGNED:  # tell the compiler, so that it reads 16 bytes at once
             raw = tl.multiple_of(raw, 16)
         count = tl.load(rows + 4 * program + 2)
         target = memory + tl.multiple_of(tl.load(rows + 4 * program + 3), 64)
-        sizes = numbers.to(tl.pointer_type(tl.float64)) + 2 + 3 * tensor
+        sizes = values.to(tl.pointer_type(tl.float64)) + 2 + 3 * tensor
         if count == 4 * BLOCK:  # nearly always; a mask makes loads and stores narrow
-            _four_blocks(raw, target, count, numbers, program, sizes, True, FAST, BLOCK)
+            _four_blocks(raw, target, count, values, program, sizes, True, FAST, BLOCK)
         else:
-            _four_blocks(raw, target, count, numbers, program, sizes, False, FAST, BLOCK)
+            _four_blocks(raw, target, count, values, program, sizes, False, FAST, BLOCK)
 
     @triton.jit
     def _four_blocks(
-        raw,
-        target,
-        count,
-        secret,
-        program,
-        sizes,
-        WHOLE: tl.constexpr,
-        FAST: tl.constexpr,
-        BLOCK: tl.constexpr,
+        raw, target, count, secret, program, sizes, WHOLE: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr
     ):
         here = tl.arange(0, BLOCK)
         zero = here * 0
-        # The sums are on their way while the noise is made.
+        # Loads are in flight while the noise is computed.
         sums_1 = _get(raw, count, here, WHOLE)
         sums_2 = _get(raw, count, BLOCK + here, WHOLE)
         sums_3 = _get(raw, count, 2 * BLOCK + here, WHOLE)
@@ -147,16 +146,16 @@ if triton is not None:
 
     @triton.jit
     def _on_grid(sums, noise, sizes):
-        """The noisy sum, to the nearest multiple of the spacing."""
+        """Round the noisy sum to the nearest multiple of the spacing."""
         std, scale, spacing = tl.load(sizes), tl.load(sizes + 1), tl.load(sizes + 2)
         return spacing * tl.floor(scale * sums.to(tl.float64) + (std * noise + 0.5))
 
     @triton.jit
     def _normals(a, b, FAST: tl.constexpr):
-        """Two independent normal numbers from two random words, by the Box-Muller transform."""
+        """Return two independent normal numbers from two random words, by the Box-Muller transform."""
         radius = tl.sqrt(-2.0 * _log(_uniform(a), FAST)).to(tl.float64)
-        # Two bits of the word say which quarter of a turn, the others how far from its middle. Up to an eighth of a
-        # turn short series of sine and cosine are off by less than 3e-8, and cheaper than functions for any angle.
+        # Two bits of the word select a quarter turn, the others the angle from its middle. Up to an eighth of a turn,
+        # short series of sine and cosine have errors below 3e-8, and are cheaper than functions for any angle.
         word = b.to(tl.uint32, bitcast=True)
         quarter = (word >> 30).to(tl.int32)
         rest = (word & 0x3FFFFFFF).to(tl.int32) - 0x20000000
@@ -171,23 +170,23 @@ if triton is not None:
 
     @triton.jit
     def _log(x, FAST: tl.constexpr):
-        """Of a number above 0, at most 1. Fast, it is off by less than 3e-6 of itself: the radius by half of that."""
+        """Return the logarithm of x in (0, 1]. FAST has a relative error below 3e-6; the radius, half of that."""
         if FAST:
-            # The GPU's own logarithm is off by up to 2^-22 in all: too much close to 1, where a series takes its place.
+            # The GPU's own logarithm has an absolute error of up to 2^-22: too much close to 1, where a series is used.
             binary = tl.inline_asm_elementwise(
                 "lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
             )
             y = 1.0 - x
             series = -y * (1.0 + y * (0.5 + y * (0.33333333 + y * (0.25 + y * 0.2))))
             # pyrefly: ignore [unsupported-operation] - one output is no tuple
-            found = tl.where(y < 0.0625, series, 0.6931471805599453 * binary)
+            logarithm = tl.where(y < 0.0625, series, 0.6931471805599453 * binary)
         else:
-            found = tl.log(x)
-        return found
+            logarithm = tl.log(x)
+        return logarithm
 
     @triton.jit
     def _uniform(word):
-        """Above 0, at most 1."""
+        """Return a uniform number in (0, 1]."""
         return word.to(tl.uint32, bitcast=True).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
 
     @triton.jit

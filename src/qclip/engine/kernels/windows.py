@@ -1,17 +1,17 @@
-# ruff: noqa: ANN202, ARG001 - what Triton compiles has no types; a fake has the signature of its operator
-"""Each example's gradient of a convolution's weight, without writing its windows: kept, squared, or added up.
+# ruff: noqa: ANN202 - what Triton compiles has no types
+"""Per-example gradients of a convolution's weight without unfolded windows: kept, squared, or summed.
 
-With w = (i, j, c) a place of the kernel and an input channel, and t = (p, q) an output position,
+With w = (i, j, c) an offset in the kernel and an input channel, and t = (p, q) an output position,
 
-    found[b, m, w] = sum over t of grads[b, m, p, q] * images[b, c, p * stride - pad + i * dilation, ...]
+    gradient[b, m, w] = sum over t of grads[b, m, p, q] * images[b, c, p * stride - pad + i * dilation, ...]
 
-is a product of two matrices per example. The second one repeats every pixel once for each place of the kernel. The
-kernel reads the pixels from the image instead; what lies outside the image is zero.
+is a product of two matrices per example. The second one repeats every pixel once for each offset of the kernel. The
+Triton kernel reads the pixels from the image instead; pixels outside the image are zero.
 
 All three operators compute the same tiles in the same way and round them alike, so that norms and sums agree on every
-number of a gradient, whether it was written or computed anew.
+element of a gradient, whether it was written or computed again.
 
-Shapes: B examples, C and M input and output channels, H x W pixels, P x Q positions.
+Shapes: B batch size, C and M input and output channels, H x W pixels, P x Q positions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qclip.engine.kernels import installed, power_of_two, usable
-from qclip.engine.kernels.products import full, rough_product
+from qclip.engine.kernels import installed, operator, power_of_two, usable
+from qclip.engine.kernels.products import as_float32, rough_product
 
 if installed():
     import triton
@@ -32,36 +32,45 @@ else:
     triton = None
 
 PROGRAMS: Final = 4 * 132
-"""How many programs a sum is cut into: a few for each multiprocessor of a large GPU."""
+"""The number of programs of a sum: a few for each multiprocessor of a large GPU."""
 
-TWIN_NUMBERS: Final = 2**24
-"""How many numbers of windows and gradients the twins write at once where no gradient is asked for."""
+TWIN_ELEMENTS: Final = 2**24
+"""The most elements of windows and gradients that the twins write at once, where no gradient is returned."""
 
 Pair = Sequence[int]
-"""Down and right."""
+"""Vertical and horizontal."""
 
 
 def window_gradients(
     images: Tensor, grads: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> tuple[Tensor, Tensor]:
-    """The gradients [B, M, C, *kernel] and their squared norms [B].
+    """Compute the gradients and their squared norms.
 
-    ``images`` is [B, C, H, W] and ``grads`` [B, M, P, Q], of one precision and with any strides: channels last is
-    fastest. Sums are in float32, then rounded to that precision; in memory C comes last. The norms, at least float32,
-    are those of the rounded gradients.
+    Sums are in float32, then rounded to the precision of the inputs. The norms are those of the rounded gradients.
 
-    >>> found, squares = window_gradients(
+    Args:
+        images: the inputs, [B, C, H, W], with any strides: channels last is fastest.
+        grads: the output gradients, [B, M, P, Q], of the same precision and with any strides.
+        kernel: the size of the kernel.
+        stride: the stride of the convolution.
+        padding: the zeros around the images.
+        dilation: the spacing of the kernel's elements.
+
+    Returns:
+        The gradients [B, M, C, *kernel], with C last in memory, and the squared norms [B], at least float32.
+
+    >>> weights, squares = window_gradients(
     ...     torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 3), (3, 3), (1, 1), (1, 1), (1, 1)
     ... )
-    >>> found[0, 0, 0].tolist(), squares.item()
+    >>> weights[0, 0, 0].tolist(), squares.item()
     ([[4.0, 6.0, 4.0], [6.0, 9.0, 6.0], [4.0, 6.0, 4.0]], 289.0)
     """
-    found, squares = gradients_and_squares(images, grads, kernel, stride, padding, dilation)
-    return found.permute(0, 1, 4, 2, 3), squares
+    weights, squares = gradients_and_squares(images, grads, kernel, stride, padding, dilation)
+    return weights.permute(0, 1, 4, 2, 3), squares
 
 
 def window_squares(images: Tensor, grads: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
-    """The squared norms [B] that `window_gradients` gives; the gradients are not written.
+    """Return the squared norms [B] of `window_gradients`, without writing the gradients.
 
     >>> window_squares(torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 3), (3, 3), (1, 1), (1, 1), (1, 1))
     tensor([289.])
@@ -72,10 +81,10 @@ def window_squares(images: Tensor, grads: Tensor, kernel: Pair, stride: Pair, pa
 def window_sums(
     images: Tensor, grads: Tensor, factors: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> Tensor:
-    """The sum [M, C, *kernel] of the gradients that `window_gradients` gives times ``factors`` [B]; at least float32.
+    """Return the sum [M, C, *kernel] of the gradients of `window_gradients` times ``factors`` [B], at least float32.
 
-    The gradients are rounded as there, and not written. An example that is not finite spoils the sum, whatever its
-    factor.
+    The gradients are rounded as there, and not written. An example that is not finite makes the sum not finite,
+    whatever its factor. The other arguments are those of `window_gradients`.
 
     >>> ones, twice = torch.ones(2, 1, 3, 3), torch.tensor([2.0, 0.0])
     >>> window_sums(ones, ones, twice, (3, 3), (1, 1), (1, 1), (1, 1))[0, 0].tolist()
@@ -87,92 +96,81 @@ def window_sums(
 def twin(
     images: Tensor, grads: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> tuple[Tensor, Tensor]:
-    """`window_gradients` in plain torch, by writing the windows; the gradients are [B, M, *kernel, C]."""
+    """Compute `window_gradients` in plain torch, from unfolded windows; the gradients are [B, M, *kernel, C]."""
     (high, wide), (down, right) = padding, dilation
     windows = F.pad(images, (wide, wide, high, high))
     windows = windows.unfold(2, down * (kernel[0] - 1) + 1, stride[0])[..., ::down]
     windows = windows.unfold(3, right * (kernel[1] - 1) + 1, stride[1])[..., ::right]  # [B, C, P, Q, *kernel]
     windows = windows.permute(0, 2, 3, 4, 5, 1).flatten(3).flatten(1, 2)
-    found = rough_product(grads.flatten(2), windows).to(images.dtype)
-    return found.view(*found.shape[:2], *kernel, images.shape[1]), full(found).square().sum((1, 2))
+    weights = rough_product(grads.flatten(2), windows).to(images.dtype)
+    return weights.view(*weights.shape[:2], *kernel, images.shape[1]), as_float32(weights).square().sum((1, 2))
 
 
 def twin_squares(images: Tensor, grads: Tensor, *geometry: Pair) -> Tensor:
-    """`window_squares` in plain torch, a few examples at a time."""
-    return torch.cat([twin(*some, *geometry)[1] for some in _in_chunks(images, grads, geometry[0])])
+    """Compute `window_squares` in plain torch, chunk by chunk."""
+    return torch.cat([twin(*chunk, *geometry)[1] for chunk in _in_chunks(images, grads, geometry[0])])
 
 
 def twin_sums(images: Tensor, grads: Tensor, factors: Tensor, *geometry: Pair) -> Tensor:
-    """`window_sums` in plain torch, a few examples at a time; [M, *kernel, C]."""
+    """Compute `window_sums` in plain torch, chunk by chunk; [M, *kernel, C]."""
     totals, done = [], 0
-    for some in _in_chunks(images, grads, geometry[0]):
-        found = full(twin(*some, *geometry)[0])
-        chosen = factors[done : done + len(found)].to(found.dtype)
-        totals.append((found * chosen.view(-1, 1, 1, 1, 1)).sum(0))  # no product of matrices: that may be TF32
-        done += len(found)
+    for chunk in _in_chunks(images, grads, geometry[0]):
+        weights = as_float32(twin(*chunk, *geometry)[0])
+        chunk_factors = factors[done : done + len(weights)].to(weights.dtype)
+        totals.append((weights * chunk_factors.view(-1, 1, 1, 1, 1)).sum(0))  # a matrix product might use TF32
+        done += len(weights)
     return torch.stack(totals).sum(0)
 
 
 def _in_chunks(images: Tensor, grads: Tensor, kernel: Pair) -> Iterator[tuple[Tensor, Tensor]]:
-    """A few examples at a time, the same ones for norms and sums."""
+    """Split the batch, in the same way for norms and sums."""
     side, places, positions = _sizes(images, grads, kernel)
-    step = max(1, TWIN_NUMBERS // max(1, (positions + side) * places))
+    step = max(1, TWIN_ELEMENTS // max(1, (positions + side) * places))
     return zip(images.split(step), grads.split(step), strict=True)
 
 
 def _sizes(images: Tensor, grads: Tensor, kernel: Pair) -> tuple[int, int, int]:
-    """Of the two matrices: M, the places (i, j, c), and the positions."""
+    """Return the sizes of the two matrices: M, the number of places (i, j, c), and the number of positions."""
     return grads.shape[1], images.shape[1] * kernel[0] * kernel[1], grads.shape[2] * grads.shape[3]
 
 
-@torch.library.custom_op("qclip::window_gradients", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+@operator(
+    "window_gradients",
+    fake=lambda images, grads, kernel, *_: (
+        images.new_empty((len(images), grads.shape[1], *kernel, images.shape[1])),
+        as_float32(images.new_empty(len(images))),
+    ),
+)
 def gradients_and_squares(
     images: Tensor, grads: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> tuple[Tensor, Tensor]:
-    """The gradients, as [B, M, *kernel, C], and their squared norms: one opaque node of a traced graph."""
+    """Return the gradients, as [B, M, *kernel, C], and their squared norms [B]."""
     geometry = kernel, stride, padding, dilation
     return launch(images, grads, *geometry) if usable(images, grads) else twin(images, grads, *geometry)
 
 
-@gradients_and_squares.register_fake
-def _(
-    images: Tensor, grads: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
-) -> tuple[Tensor, Tensor]:
-    (count, channels), side = images.shape[:2], grads.shape[1]
-    return images.new_empty((count, side, *kernel, channels)), full(images.new_empty(count))
-
-
-@torch.library.custom_op("qclip::window_squares", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+@operator("window_squares", fake=lambda images, *_: as_float32(images.new_empty(len(images))))
 def squares_alone(images: Tensor, grads: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
-    """The squared norms: one opaque node of a traced graph."""
+    """Return the squared norms [B]."""
     run = launch_squares if usable(images, grads) else twin_squares
     return run(images, grads, kernel, stride, padding, dilation)
 
 
-@squares_alone.register_fake
-def _(images: Tensor, grads: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair) -> Tensor:
-    return full(images.new_empty(len(images)))
-
-
-@torch.library.custom_op("qclip::window_sums", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+@operator(
+    "window_sums",
+    fake=lambda images, grads, _, kernel, *__: as_float32(images.new_empty((grads.shape[1], *kernel, images.shape[1]))),
+)
 def weighted_sums(
     images: Tensor, grads: Tensor, factors: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
 ) -> Tensor:
-    """The weighted sum, as [M, *kernel, C]: one opaque node of a traced graph."""
+    """Return the weighted sum, as [M, *kernel, C]."""
     run = launch_sums if usable(images, grads) else twin_sums
     return run(images, grads, factors, kernel, stride, padding, dilation)
 
 
-@weighted_sums.register_fake
-def _(
-    images: Tensor, grads: Tensor, factors: Tensor, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair
-) -> Tensor:
-    return full(images.new_empty((grads.shape[1], *kernel, images.shape[1])))
-
-
 @dataclass(frozen=True)
-class Tiling:
-    """How the work is cut: tiles of ``side`` x ``places`` numbers, summed over ``positions`` at a time."""
+class WindowTiling:
+    """Tiles of ``side`` x ``places`` elements, summed over ``positions`` at a time."""
 
     side: int
     places: int
@@ -181,21 +179,21 @@ class Tiling:
     stages: int
 
 
-def tiling(side: int, places: int, positions: int, dtype: torch.dtype) -> Tiling:
-    """What suits a weight of ``side`` x ``places`` numbers: large tiles read the images less often."""
+def choose_tiling(side: int, places: int, positions: int, dtype: torch.dtype) -> WindowTiling:
+    """Choose a tiling for a weight of ``side`` x ``places`` elements: large tiles read the images less often."""
     if dtype == torch.float32:  # no matrix units: accumulators and operands compete for registers
-        return Tiling(_power(side, 32), _power(places, 32), _power(positions, 32), 4, 2)
+        return WindowTiling(_power(side, 32), _power(places, 32), _power(positions, 32), 4, 2)
     tall, wide = _power(side, 128), _power(places, 128)
-    return Tiling(tall, wide, _power(positions, 64), 8 if tall * wide > 2**13 else 4, 3)
+    return WindowTiling(tall, wide, _power(positions, 64), 8 if tall * wide > 2**13 else 4, 3)
 
 
 def _power(size: int, most: int) -> int:
-    """The power of two that holds so many, from 16 (the least that matrix units take) to ``most``."""
+    """Return the next power of two, from 16 (the least that matrix units take) to ``most``."""
     return min(most, max(16, power_of_two(size)))
 
 
-class Known(NamedTuple):
-    """What a kernel knows at compile time, so that divisions are cheap and aligned loads are wide."""
+class Constants(NamedTuple):
+    """The compile-time constants of a kernel, so that divisions are cheap and aligned loads are wide."""
 
     C: int
     H: int
@@ -221,50 +219,50 @@ class Known(NamedTuple):
     BLOCK_N: int
     BLOCK_T: int
     N: int
-    """How many places (i, j, c) there are."""
+    """The number of places (i, j, c)."""
     COLUMNS: int
     TILES: int
 
 
-def _known(images: Tensor, grads: Tensor, geometry: Sequence[Pair], cut: Tiling) -> Known:
+def _constants(images: Tensor, grads: Tensor, geometry: Sequence[Pair], tiling: WindowTiling) -> Constants:
     kernel, stride, padding, dilation = geometry
     side, places, _ = _sizes(images, grads, kernel)
-    columns = -(-places // cut.places)
-    return Known._make(
+    columns = -(-places // tiling.places)
+    return Constants._make(
         (
             *(*images.shape[1:], *images.stride()[1:]),
             *(*grads.shape[1:], *grads.stride()[1:]),
             *(*kernel, *stride, *padding, *dilation),
-            *(cut.side, cut.places, cut.positions),
-            *(places, columns, -(-side // cut.side) * columns),
+            *(tiling.side, tiling.places, tiling.positions),
+            *(places, columns, -(-side // tiling.side) * columns),
         )
     )
 
 
-def launch(images: Tensor, grads: Tensor, *geometry: Pair, cut: Tiling | None = None) -> tuple[Tensor, Tensor]:
-    """Run the kernel: what `twin` gives. Partial sums are added up in a fixed order, so that results repeat."""
-    found = images.new_empty((len(images), grads.shape[1], *geometry[0], images.shape[1]))
-    return found, _launch_tiles(images, grads, found, geometry, cut)
+def launch(images: Tensor, grads: Tensor, *geometry: Pair, tiling: WindowTiling | None = None) -> tuple[Tensor, Tensor]:
+    """Run the kernel of `gradients_and_squares`. Partial sums are added in a fixed order, so that results repeat."""
+    weights = images.new_empty((len(images), grads.shape[1], *geometry[0], images.shape[1]))
+    return weights, _launch_tiles(images, grads, weights, geometry, tiling)
 
 
-def launch_squares(images: Tensor, grads: Tensor, *geometry: Pair, cut: Tiling | None = None) -> Tensor:
-    """Run the same kernel without writing the gradients: what `twin_squares` gives."""
-    return _launch_tiles(images, grads, None, geometry, cut)
+def launch_squares(images: Tensor, grads: Tensor, *geometry: Pair, tiling: WindowTiling | None = None) -> Tensor:
+    """Run the same kernel without writing the gradients."""
+    return _launch_tiles(images, grads, None, geometry, tiling)
 
 
 def _launch_tiles(
-    images: Tensor, grads: Tensor, found: Tensor | None, geometry: Sequence[Pair], cut: Tiling | None
+    images: Tensor, grads: Tensor, weights: Tensor | None, geometry: Sequence[Pair], tiling: WindowTiling | None
 ) -> Tensor:
-    """The squared norms; and the gradients, written to ``found``."""
-    cut = cut or tiling(*_sizes(images, grads, geometry[0]), images.dtype)
-    known = _known(images, grads, geometry, cut)
-    partial = torch.empty(len(images), known.TILES, dtype=torch.float32, device=images.device)
-    kernel: Any = _tiles  # a launch takes options that are no parameters
+    """Return the squared norms, and write the gradients to ``weights`` if given."""
+    tiling = tiling or choose_tiling(*_sizes(images, grads, geometry[0]), images.dtype)
+    constants = _constants(images, grads, geometry, tiling)
+    partial = torch.empty(len(images), constants.TILES, dtype=torch.float32, device=images.device)
+    kernel: Any = _tiles  # a launch takes options that are not parameters
     with torch.cuda.device_of(images):
         kernel[(partial.numel(),)](
-            *(images, images.stride(0), grads, grads.stride(0), found, partial, known),
-            num_warps=cut.warps,
-            num_stages=cut.stages,
+            *(images, images.stride(0), grads, grads.stride(0), weights, partial, constants),
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
         )
     return partial.sum(1)
 
@@ -274,59 +272,59 @@ def launch_sums(
     grads: Tensor,
     factors: Tensor,
     *geometry: Pair,
-    cut: Tiling | None = None,
+    tiling: WindowTiling | None = None,
     shares: int | None = None,
 ) -> Tensor:
-    """Run the kernel: what `twin_sums` gives. The examples are cut into ``shares``, added up in a fixed order.
+    """Run the kernel of `weighted_sums`. The batch is split into ``shares``, added in a fixed order.
 
-    By default there are enough shares for all of a GPU: about `PROGRAMS` tiles in all (35 MB), or one weight if larger.
+    By default there are enough shares to fill a GPU: about `PROGRAMS` tiles in all (35 MB), or one weight if larger.
     """
-    if cut is None:  # smaller than the tiles that gave the norms, in the same steps over the positions: the same bits
+    if tiling is None:  # smaller than the tiles of the norms, but with the same steps over the positions: the same bits
         side, places, positions = _sizes(images, grads, geometry[0])
-        cut = tiling(min(side, 64), places, positions, images.dtype)
-    known = _known(images, grads, geometry, cut)
-    count = len(images)
-    shares = min(count, shares or -(-PROGRAMS // known.TILES))
-    partial = torch.empty(shares, known.M, *geometry[0], known.C, dtype=torch.float32, device=images.device)
+        tiling = choose_tiling(min(side, 64), places, positions, images.dtype)
+    constants = _constants(images, grads, geometry, tiling)
+    batch_size = len(images)
+    shares = min(batch_size, shares or -(-PROGRAMS // constants.TILES))
+    partial = torch.empty(shares, constants.M, *geometry[0], constants.C, dtype=torch.float32, device=images.device)
     kernel: Any = _sums
     with torch.cuda.device_of(images):
-        kernel[(shares * known.TILES,)](
+        kernel[(shares * constants.TILES,)](
             *(images, images.stride(0), grads, grads.stride(0), factors.float().contiguous(), partial),
-            *(count, shares, known),
-            num_warps=cut.warps,
-            num_stages=cut.stages,
+            *(batch_size, shares, constants),
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
         )
     return partial.sum(0)
 
 
 if TYPE_CHECKING:
-    constexpr = Known
+    constexpr = Constants
 elif triton is not None:
     constexpr = tl.constexpr  # Triton's interpreter goes by the name
 
 if triton is not None:
 
     @triton.jit
-    def _tiles(images, images_example, grads, grads_example, found, partial, K: constexpr):
-        """One tile of one example's gradient [M, N], written where ``found`` is given, and the sum of its squares."""
+    def _tiles(images, images_example, grads, grads_example, weights, partial, K: constexpr):
+        """Compute one tile of one example's gradient, [M, N], and the sum of its squares; write it to ``weights``."""
         program = tl.program_id(0)
         example = (program // K.TILES).to(tl.int64)
         m, n = _places(program % K.TILES, K)
         rounded = _rounded(images + example * images_example, grads + example * grads_example, m, n, K)
         inside = (m < K.M)[:, None] & (n < K.N)[None, :]
-        if found is not None:
-            tl.store(found + example * K.M * K.N + (m * K.N)[:, None] + n[None, :], rounded, mask=inside)
+        if weights is not None:
+            tl.store(weights + example * K.M * K.N + (m * K.N)[:, None] + n[None, :], rounded, mask=inside)
         kept = tl.where(inside, rounded.to(tl.float32), 0.0)
         tl.store(partial + program, tl.sum(kept * kept))
 
     @triton.jit
-    def _sums(images, images_example, grads, grads_example, factors, partial, count, shares, K: constexpr):
-        """One tile of the sum over one share of the examples, each rounded and times its factor."""
+    def _sums(images, images_example, grads, grads_example, factors, partial, batch_size, shares, K: constexpr):
+        """Compute one tile of the sum over one share of the examples, each rounded and times its factor."""
         program = tl.program_id(0)
         share = program // K.TILES
         m, n = _places(program % K.TILES, K)
         total = tl.full((K.BLOCK_M, K.BLOCK_N), 0.0, tl.float32)
-        for number in range(share * count // shares, (share + 1) * count // shares):
+        for number in range(share * batch_size // shares, (share + 1) * batch_size // shares):
             example = tl.cast(number, tl.int64)
             rounded = _rounded(images + example * images_example, grads + example * grads_example, m, n, K)
             total += tl.load(factors + example) * rounded.to(tl.float32)
@@ -336,17 +334,17 @@ if triton is not None:
 
     @triton.jit
     def _places(tile, K: constexpr):
-        """The rows and columns of a tile."""
+        """Return the rows and columns of a tile."""
         m = tile // K.COLUMNS * K.BLOCK_M + tl.arange(0, K.BLOCK_M)
         n = tile % K.COLUMNS * K.BLOCK_N + tl.arange(0, K.BLOCK_N)
         return m, n
 
     @triton.jit
     def _rounded(images, grads, m, n, K: constexpr):
-        """Rows m and columns n of one example's gradient, rounded to the precision of the images."""
+        """Compute rows m and columns n of one example's gradient, rounded to the precision of the images."""
         i, j = n // K.C // K.KERNEL_W, n // K.C % K.KERNEL_W
         down, right = i * K.DILATION_H - K.PAD_H, j * K.DILATION_W - K.PAD_W
-        # Address and bounds are sums of a part that depends on the position and one that depends on the place.
+        # Address and bounds are sums of a term that depends on the position and one that depends on the place.
         of_place = down * K.IMAGES_H + right * K.IMAGES_W + n % K.C * K.IMAGES_C
         total = tl.full((K.BLOCK_M, K.BLOCK_N), 0.0, tl.float32)
         for start in range(0, K.P * K.Q, K.BLOCK_T):
@@ -354,13 +352,13 @@ if triton is not None:
             p, q = t // K.Q, t % K.Q
             y, x = p * K.STRIDE_H, q * K.STRIDE_W
             row, column = y[:, None] + down[None, :], x[:, None] + right[None, :]
-            # A place beyond the last one reads some pixel of the image or none, and is not stored.
+            # A place beyond the last one reads some pixel of the image or none, and its result is not stored.
             inside = (row >= 0) & (row < K.H) & (column >= 0) & (column < K.W) & (t < K.P * K.Q)[:, None]
             pixels = tl.load(
                 images + (y * K.IMAGES_H + x * K.IMAGES_W)[:, None] + of_place[None, :], mask=inside, other=0.0
             )
             at = t * K.GRADS_Q if K.GRADS_P == K.Q * K.GRADS_Q else p * K.GRADS_P + q * K.GRADS_Q
-            known = (m < K.M)[:, None] & (t < K.P * K.Q)[None, :]
-            errors = tl.load(grads + (m * K.GRADS_M)[:, None] + at[None, :], mask=known, other=0.0)
+            is_grad = (m < K.M)[:, None] & (t < K.P * K.Q)[None, :]
+            errors = tl.load(grads + (m * K.GRADS_M)[:, None] + at[None, :], mask=is_grad, other=0.0)
             total = tl.dot(errors, pixels, total, input_precision="ieee")
         return total.to(images.dtype.element_ty)

@@ -1,6 +1,6 @@
-"""Perturbations: what a forward pass reads, moved a little while it is proven.
+"""Perturbations: a proof runs at slightly different parameters and constants.
 
-A layer that starts at zero would hide everything behind it, and so would a term whose weight is zero until later.
+A layer that is initialised to zero would hide everything behind it, and so would a term whose weight is still zero.
 """
 
 import itertools
@@ -11,18 +11,23 @@ import torch
 from torch import Tensor
 
 _MOVABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_KEPT_ON_DEVICE = 2**28
-"""How many numbers of constants are remembered on a GPU; the rest, such as a frozen language model's, on the CPU."""
+_SAVED_ON_DEVICE = 2**28
+"""The most elements of constants that are saved on a GPU; others, such as a frozen language model's, go to the CPU."""
 
 
 @contextmanager
 def perturbed(parameters: Iterable[Tensor], constants: Iterable[Tensor] = ()) -> Iterator[None]:
-    """All of them moved at random by about 5 %, zeros by about 0.02, and put back bit by bit.
+    """Perturb tensors at random, in place, and restore every bit on exit.
 
-    What is positive stays so. Constants that are zero become positive: they may be variances.
+    Elements move by about 5 %, zeros by about 0.02. Signs are kept, and zeros of constants become positive: they may be
+    variances.
+
+    Args:
+        parameters: the parameters.
+        constants: buffers and frozen parameters; those that are not `movable` stay as they are.
     """
     moving = [(x, False) for x in parameters] + [(x, True) for x in constants if movable(x)]
-    space = dict.fromkeys({x.device for x, _ in moving}, _KEPT_ON_DEVICE)
+    space = dict.fromkeys({x.device for x, _ in moving}, _SAVED_ON_DEVICE)
     saved: list[Tensor] = []
     for x, constant in moving:
         space[x.device] -= x.numel() if constant else 0
@@ -34,9 +39,9 @@ def perturbed(parameters: Iterable[Tensor], constants: Iterable[Tensor] = ()) ->
             noise = torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
             from_zero = 0.02 * (noise.abs() if constant else noise)
             moved = torch.where(x.detach() == 0, from_zero, x.detach() * (1 + 0.05 * noise.clamp(-3, 3)))
-            limit = torch.finfo(x.dtype).max  # the least number there is stands for minus infinity in masks
+            limit = torch.finfo(x.dtype).max  # the lowest number stands for minus infinity in masks
             x.data.copy_(torch.where(x.detach().isfinite(), moved.clamp(-limit, limit), moved))
-        torch.clear_autocast_cache()  # it holds casts of the parameters as they were
+        torch.clear_autocast_cache()  # it holds casts of the unperturbed parameters
         yield
     finally:
         for (x, _), before in zip(moving, saved, strict=False):
@@ -45,12 +50,12 @@ def perturbed(parameters: Iterable[Tensor], constants: Iterable[Tensor] = ()) ->
 
 
 def movable(x: Tensor) -> bool:
-    """Whether a constant can be moved and put back: real numbers, each in a place of its own."""
+    """Return whether a constant can be perturbed and restored: real elements that do not overlap in memory."""
     return x.dtype in _MOVABLE and x.layout is torch.strided and not x.is_inference() and not _overlaps(x)
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Whether several elements may lie in one place, as in an expanded tensor."""
+    """Return whether elements may overlap in memory, as in an expanded tensor."""
     steps = sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1)
     reach = itertools.accumulate((stride * (size - 1) for stride, size in steps), initial=0)
     return any(stride <= before for (stride, _), before in zip(steps, reach, strict=False))

@@ -1,4 +1,4 @@
-"""Precision: a model that computes in more digits for a while."""
+"""Precision: a model that computes in a higher precision for a while."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -8,27 +8,27 @@ import torch
 from torch import Tensor, nn
 from torch.amp.autocast_mode import autocast
 
-from qclip.engine.swapped import swapped
+from qclip.engine.gradients.fallback import substituted
 
-_DIGITS = {torch.bfloat16: 0, torch.float16: 0, torch.float32: 1, torch.float64: 2}
+_RANKS = {torch.bfloat16: 0, torch.float16: 0, torch.float32: 1, torch.float64: 2}
 
 
-def in_digits_of(dtype: torch.dtype, x: Tensor) -> Tensor:
-    """The tensor in this precision, where it has fewer digits."""
-    return x.to(dtype) if _DIGITS.get(x.dtype, 2) < _DIGITS[dtype] else x
+def at_least(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """Convert a floating-point tensor of lower precision to this one; other tensors stay as they are."""
+    return x.to(dtype) if _RANKS.get(x.dtype, 2) < _RANKS[dtype] else x
 
 
 @contextmanager
 def in_precision(dtype: torch.dtype, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """The modules on copies of their tensors, in this precision where they have fewer digits, and without autocast.
+    """Run the modules in at least this precision, without autocast, on copies of their tensors.
 
-    Copies: to put other numbers into the parameters themselves would cut them off from graphs that lead to them.
+    Copies, because a change to the parameters themselves would invalidate graphs that lead to them.
     """
     with ExitStack() as stack:
         for module in modules:
             own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            copies = {name: _copy(dtype, x) for name, x in own.items() if in_digits_of(dtype, x) is not x}
-            stack.enter_context(swapped(module, copies))
+            copies = {name: _copy(dtype, x) for name, x in own.items() if at_least(dtype, x) is not x}
+            stack.enter_context(substituted(module, copies))
         stack.enter_context(_autocast_ignored())
         for kind in {x.device.type for module in modules for x in module.parameters()}:
             stack.enter_context(torch.autocast(kind, enabled=False))

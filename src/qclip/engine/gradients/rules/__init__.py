@@ -1,4 +1,4 @@
-"""What the engine knows about torch's functions, one file per family."""
+"""Rules for torch's functions, one file per family."""
 
 from qclip.engine.gradients.rules import convolution, elementwise, embedding, linear, normalization
 from qclip.engine.gradients.rules.recurrent import DECOMPOSITIONS

@@ -1,4 +1,4 @@
-"""Convolutions: every output position is a linear layer on the window it looks at."""
+"""Convolutions: every output position is a linear layer on its window."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,11 +24,11 @@ def convolution(
     dilation: Sizes = 1,
     groups: int = 1,
 ) -> Mapping[str, Gradient]:
-    """1 to 3 spatial dimensions, every padding; padding modes other than zeros are a separate call before this one."""
+    """Convolve in 1 to 3 dimensions, with any padding; padding modes other than zeros are a separate call before."""
     spatial = weight.dim() - 2
     if grad.dim() != spatial + 3:
-        return {}  # a single image without its batch dimension
-    strides, dilations = _each(stride, spatial), _each(dilation, spatial)
+        return {}  # a single image without batch dimension
+    strides, dilations = _per_dimension(stride, spatial), _per_dimension(dilation, spatial)
 
     def weight_gradient() -> Windows:
         images, pads = input.flatten(0, 1), _pads(padding, weight.shape[2:], dilations)
@@ -42,10 +42,10 @@ def convolution(
     return {"weight": weight_gradient, "bias": lambda: Dense(grad.sum((1, *range(3, grad.dim()))))}
 
 
-def _each(value: Sizes, count: int) -> tuple[int, ...]:
+def _per_dimension(value: Sizes, spatial: int) -> tuple[int, ...]:
     if isinstance(value, int):
-        return (value,) * count
-    return tuple(value) * count if len(value) == 1 else tuple(value)
+        return (value,) * spatial
+    return tuple(value) * spatial if len(value) == 1 else tuple(value)
 
 
 def _pads(padding: Sizes | str, kernel: Sequence[int], dilations: Sequence[int]) -> list[tuple[int, int]]:
@@ -54,4 +54,4 @@ def _pads(padding: Sizes | str, kernel: Sequence[int], dilations: Sequence[int])
     if isinstance(padding, str):  # "same"; torch puts the odd one at the end
         totals = [spread * (length - 1) for length, spread in zip(kernel, dilations, strict=True)]
         return [(total // 2, total - total // 2) for total in totals]
-    return [(pad, pad) for pad in _each(padding, len(kernel))]
+    return [(pad, pad) for pad in _per_dimension(padding, len(kernel))]

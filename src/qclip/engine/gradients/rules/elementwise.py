@@ -1,4 +1,4 @@
-"""Elementwise use of parameters (biases, layer scales, tables that are added) and giving them an example dimension."""
+"""Elementwise uses of parameters (biases, layer scales, tables that are added), and their expansion to the batch."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qclip.engine.gradients.forms import Dense
 from qclip.engine.gradients.rules.registry import Gradient, register_rule, sum_to
-from qclip.engine.kernels.products import full
+from qclip.engine.kernels.products import as_float32
 
 _T = torch.Tensor
 
@@ -44,20 +44,20 @@ def rsub(grad: Tensor, input: Tensor | float, other: Tensor | float, *, alpha: f
 def mul(grad: Tensor, input: Tensor | float, other: Tensor | float) -> Mapping[str, Gradient]:
     """``input * other``."""
     return {
-        "input": lambda: Dense(sum_to(full(grad) * other, _shape(input))),
-        "other": lambda: Dense(sum_to(full(grad) * input, _shape(other))),
+        "input": lambda: Dense(sum_to(as_float32(grad) * other, _shape(input))),
+        "other": lambda: Dense(sum_to(as_float32(grad) * input, _shape(other))),
     }
 
 
 @register_rule(_T.expand, _T.expand_as, torch.broadcast_to, _T.broadcast_to)
 def expand(grad: Tensor, input: Tensor, *size: object, **kwargs: object) -> Mapping[str, Gradient]:
-    """A parameter repeated without a copy, such as a class token: one row per example."""
+    """Expand a parameter without a copy, such as a class token: one row per example."""
     return {"input": lambda: Dense(sum_to(grad, input.shape))}
 
 
 @register_rule(_T.repeat, _T.tile, torch.tile)
 def repeat(grad: Tensor, input: Tensor, *repeats: object, **kwargs: object) -> Mapping[str, Gradient]:
-    """A parameter tiled: each dimension is (times, length)."""
+    """Tile a parameter: each dimension is (times, length)."""
     return {"input": lambda: Dense(_untile(grad, input.shape))}
 
 

@@ -1,4 +1,4 @@
-"""Tables looked up by ids: embedding, embedding_bag, indexing."""
+"""Lookups in tables by id: embedding, embedding_bag, indexing."""
 
 from collections.abc import Mapping
 
@@ -8,15 +8,15 @@ from torch import Tensor
 
 from qclip.engine.gradients.forms import Rows
 from qclip.engine.gradients.rules.registry import Gradient, register_rule
-from qclip.engine.kernels.products import full
+from qclip.engine.kernels.products import as_float32
 
 FREQUENCY = "scale_grad_by_freq=True divides by how often an id occurs in the batch, which mixes examples; turn it off"
 
 
 def lookup(ids: Tensor, grad: Tensor, shape: torch.Size) -> Rows:
-    """Rows from ids [B, *] and grad [B, *, *row]."""
-    count = ids.shape[0]
-    return Rows(ids.reshape(count, -1), grad.reshape(count, -1, *shape[1:]), shape)
+    """Return the form of a lookup, from ids [B, *] and grad [B, *, *row]."""
+    batch_size = ids.shape[0]
+    return Rows(ids.reshape(batch_size, -1), grad.reshape(batch_size, -1, *shape[1:]), shape)
 
 
 @register_rule(torch.embedding)
@@ -28,7 +28,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Mapping[str, Gradient]:
-    """``weight[indices]``; the padding row learns nothing."""
+    """``weight[indices]``; the padding row has no gradient."""
     if scale_grad_by_freq:
         raise NotImplementedError(FREQUENCY)
     if padding_idx >= 0:
@@ -65,17 +65,17 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Mapping[str, Gradient]:
-    """Sums or means of rows, one bag per example; ``grad`` is [B, 1, d]."""
+    """Sum or average rows, one bag per example; ``grad`` is [B, 1, d]."""
     if scale_grad_by_freq:
         raise NotImplementedError(FREQUENCY)
     if mode == "max":
         return {}
     if offsets is None:
         ids = input.flatten(1)
-        shares = torch.ones_like(ids, dtype=full(grad).dtype)
+        shares = torch.ones_like(ids, dtype=as_float32(grad).dtype)
         scales = None if per_sample_weights is None else per_sample_weights.flatten(1)
     else:
-        where, shares = _bags(offsets.flatten()[: grad.shape[0]], input.numel(), full(grad).dtype)
+        where, shares = _bags(offsets.flatten()[: grad.shape[0]], input.numel(), as_float32(grad).dtype)
         ids = input.flatten()[where]
         scales = None if per_sample_weights is None else per_sample_weights.flatten()[where]
     if padding_idx is not None:
@@ -84,13 +84,13 @@ def embedding_bag(
         shares = shares / shares.sum(1, keepdim=True).clamp(min=1)
     if scales is not None:
         shares = shares * scales
-    return {"weight": lambda: Rows(ids, full(grad) * shares.unsqueeze(-1), weight.shape)}
+    return {"weight": lambda: Rows(ids, as_float32(grad) * shares.unsqueeze(-1), weight.shape)}
 
 
 def _bags(starts: Tensor, total: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Positions of each bag's ids in the flat list, [B, longest], and which of them are real.
+    """Return the positions of each bag's ids in the flat list, [B, longest], and 1 for real ids, 0 for padding.
 
-    The longest bag is the one shape of all rules that depends on data; so does the flat list that came in.
+    The longest bag is the only shape in all rules that depends on data; the flat list that came in does too.
     """
     ends = torch.cat([starts[1:], starts.new_tensor([total])])
     longest = int((ends - starts).max())

@@ -12,7 +12,7 @@ from qclip.engine.kernels.products import position_sums
 
 
 def outer(left: Tensor, right: Tensor, shape: torch.Size) -> Outer:
-    """Outer products over [B, T, .] sides, one group."""
+    """Return the form of outer products over sides [B, T, M] and [B, T, N], with one group."""
     return Outer(left.unsqueeze(1), right.unsqueeze(1), shape)
 
 
@@ -31,17 +31,17 @@ def linear(grad: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = No
 
 
 def is_ragged(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether the outputs of a large layer do not fill the 16 bytes in which a GPU's fast products want their rows."""
+    """Return whether the output rows of a large layer are not multiples of 16 bytes, as a GPU's fast products need."""
     rough = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.bfloat16
     native = input.is_cuda and (rough or input.dtype == weight.dtype == torch.bfloat16)
     return native and weight.dim() == 2 and weight.shape[0] > 64 and weight.shape[0] % 8 > 0
 
 
 def widened_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The layer, as a slice of one with a few more outputs, and that one.
+    """Return the layer's output as a slice of a padded layer's output, and that padded output.
 
-    Behind it the gradient of the wide one is zero in the additional outputs, and every product with it is aligned:
-    those of the backward pass and those of norms and sums, without a padded copy for each.
+    In the backward pass the padded output's gradient is zero in the additional outputs, and every product with it is
+    aligned, for the backward pass, the norms and the sums, without a padded copy for each.
     """
     missing = -weight.shape[0] % 8
     wide = F.linear(input, F.pad(weight, (0, 0, 0, missing)), None if bias is None else F.pad(bias, (0, missing)))
@@ -71,12 +71,12 @@ def matmul(grad: Tensor, input: Tensor, other: Tensor) -> Mapping[str, Gradient]
 
 @register_rule(torch.Tensor.__rmatmul__)
 def rmatmul(grad: Tensor, other: Tensor, input: Tensor) -> Mapping[str, Gradient]:
-    """``input @ other`` called from the right."""
+    """``input @ other``, called as a method of ``other``."""
     return {**_right(input, grad, other, "other"), **_left(input, grad, other, "input")}
 
 
 def _right(data: Tensor, grad: Tensor, weight: Tensor, name: str) -> Mapping[str, Gradient]:
-    """[B, *, M] @ [M, N], or G such products side by side (experts): [B, G, T, M] @ [G, M, N]."""
+    """Return the gradient of the right side: [B, *, M] @ [M, N], or with G experts [B, G, T, M] @ [G, M, N]."""
     if weight.dim() == 3 and data.dim() == grad.dim() == 4 and data.shape[1] == len(weight):
         return {name: lambda: Outer(data, grad, weight.shape)}
     if weight.dim() != 2 or data.dim() < 3:
@@ -85,7 +85,7 @@ def _right(data: Tensor, grad: Tensor, weight: Tensor, name: str) -> Mapping[str
 
 
 def _left(weight: Tensor, grad: Tensor, data: Tensor, name: str) -> Mapping[str, Gradient]:
-    """[M, N] @ [B, *, N, D], or G of them: the positions are the columns of the data."""
+    """Return the gradient of the left side: [M, N] @ [B, *, N, D], or G of them; positions are the columns."""
     if weight.dim() == 3 and data.dim() == grad.dim() == 4 and data.shape[1] == len(weight):
         return {name: lambda: Outer(grad.mT, data.mT, weight.shape)}
     if weight.dim() != 2 or data.dim() < 3:

@@ -1,4 +1,4 @@
-"""Normalisations: the weight scales what is normalised, the bias is added; both see every position."""
+"""Normalisations: the weight scales the normalised input, the bias is added, at every position."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -9,19 +9,27 @@ from torch import Tensor
 from qclip.engine.gradients.forms import Dense
 from qclip.engine.gradients.rules.registry import Gradient, register_rule
 from qclip.engine.kernels.layer_norm import layer_norm_sums
-from qclip.engine.kernels.products import full
+from qclip.engine.kernels.products import as_float32
 
 
 def scale_and_shift(grad: Tensor, normalised: Tensor, over: tuple[int, ...]) -> Mapping[str, Gradient]:
-    """Gradients of ``weight * normalised + bias`` summed over the given dimensions."""
-    grad = full(grad)
+    """Return the gradients of ``weight * normalised + bias``, summed over the given dimensions."""
+    grad = as_float32(grad)
     return {"weight": lambda: Dense((grad * normalised).sum(over)), "bias": lambda: Dense(grad.sum(over))}
 
 
 def last_dimensions(
     grad: Tensor, input: Tensor, shape: Sequence[int], eps: float, *, centred: bool
 ) -> Mapping[str, Gradient]:
-    """The same where the last dimensions, of this shape, are normalised together."""
+    """Return the gradients of weight and bias where the last dimensions are normalised together.
+
+    Args:
+        grad: the output gradient, [B, *, *shape].
+        input: the input, [B, *, *shape].
+        shape: the shape of the normalised dimensions.
+        eps: added to the variance.
+        centred: whether the mean is subtracted.
+    """
 
     @cache
     def sums() -> tuple[Tensor, Tensor]:
@@ -42,7 +50,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Mapping[str, Gradient]:
-    """Normalised over the last dimensions."""
+    """Normalise over the last dimensions."""
     return last_dimensions(grad, input, normalized_shape, eps, centred=True)
 
 
@@ -50,8 +58,8 @@ def layer_norm(
 def rms_norm(
     grad: Tensor, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Mapping[str, Gradient]:
-    """Divided by the root mean square over the last dimensions; the default eps is that of the arithmetic."""
-    eps = torch.finfo(full(input).dtype).eps if eps is None else eps
+    """Divide by the root mean square over the last dimensions; the default eps is that of the arithmetic."""
+    eps = torch.finfo(as_float32(input).dtype).eps if eps is None else eps
     return last_dimensions(grad, input, normalized_shape, eps, centred=False)
 
 
@@ -65,8 +73,8 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Mapping[str, Gradient]:
-    """Normalised over groups of channels of one image."""
-    normalised = torch.group_norm(full(input).flatten(0, 1), num_groups, eps=eps).view(input.shape)
+    """Normalise over groups of channels of one image."""
+    normalised = torch.group_norm(as_float32(input).flatten(0, 1), num_groups, eps=eps).view(input.shape)
     return scale_and_shift(grad, normalised, _all_but_channels(grad))
 
 
@@ -83,10 +91,10 @@ def instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Mapping[str, Gradient]:
-    """Each channel of one image by itself; with running statistics (evaluation) as in batch norm."""
+    """Normalise each channel of one image; with running statistics (evaluation) as in batch norm."""
     if not use_input_stats:
         return batch_norm(grad, input, weight, bias, running_mean, running_var, False, momentum, eps, cudnn_enabled)
-    images = full(input).flatten(0, 1)
+    images = as_float32(input).flatten(0, 1)
     normalised = torch.group_norm(images, images.shape[1], eps=eps).view(input.shape)
     return scale_and_shift(grad, normalised, _all_but_channels(grad))
 
@@ -104,14 +112,14 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Mapping[str, Gradient]:
-    """Only with fixed statistics: statistics of the batch mix its examples."""
+    """Normalise with fixed statistics only: statistics of the batch mix its examples."""
     if training or running_mean is None or running_var is None:
         return {}
     across = [1, 1, -1, *[1] * (input.dim() - 3)]
-    normalised = (full(input) - running_mean.view(across)) * (running_var.view(across) + eps).rsqrt()
+    normalised = (as_float32(input) - running_mean.view(across)) * (running_var.view(across) + eps).rsqrt()
     return scale_and_shift(grad, normalised, _all_but_channels(grad))
 
 
 def _all_but_channels(grad: Tensor) -> tuple[int, ...]:
-    """[B, rows, channels, *spatial]: everything but B and the channels."""
+    """Return the dimensions of [B, rows, channels, *spatial] other than B and the channels."""
     return (1, *range(3, grad.dim()))

@@ -1,7 +1,7 @@
-"""Recurrent layers, taken apart: a fused LSTM, GRU or RNN becomes linear layers, which have a rule.
+"""Decompositions of recurrent layers: a fused LSTM, GRU or RNN becomes linear layers, which have a rule.
 
-Mathematically the same as torch's kernels, and slower (one step at a time). Packed sequences are refused: their rows
-have no fixed number per example.
+They compute the same function as torch's kernels, but slower (one step at a time). Packed sequences are refused: their
+examples have no fixed number of rows.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def _rnn_step(activation: Callable[[Tensor], Tensor]) -> Cell:
 
 
 def _layers(cell: Cell, *args: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The arguments come in torch's order; see their names below."""
+    """Run all layers; the arguments come in torch's order, and are named below."""
     if isinstance(args[3], (list, tuple)):  # data, batch_sizes, state, weights, ...
         raise NotImplementedError(
             "a packed sequence has no fixed number of rows per example; pass padded sequences and mask the loss"
@@ -47,23 +47,21 @@ def _layers(cell: Cell, *args: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     x = x.transpose(0, 1) if batch_first else x
     states = state if isinstance(state, (list, tuple)) else (state,)
     directions = 2 if bidirectional else 1
-    each = len(weights) // (num_layers * directions)
+    per_direction = len(weights) // (num_layers * directions)
     final = []
     for layer in range(num_layers):
         outputs = []
         for direction in range(directions):
             k = layer * directions + direction
-            first = tuple(s[k] for s in states)
-            out, last = _direction(
-                cell, x, first, weights[k * each : (k + 1) * each], has_biases, backward=direction == 1
-            )
+            own = weights[k * per_direction : (k + 1) * per_direction]
+            out, last = _direction(cell, x, tuple(s[k] for s in states), own, has_biases, backward=direction == 1)
             outputs.append(out)
             final.append(last)
         x = torch.cat(outputs, -1) if directions == 2 else outputs[0]
         if layer < num_layers - 1:
             x = F.dropout(x, dropout, train)
     x = x.transpose(0, 1) if batch_first else x
-    return x, tuple(torch.stack(parts) for parts in zip(*final, strict=True))
+    return x, tuple(torch.stack(states) for states in zip(*final, strict=True))
 
 
 def _direction(

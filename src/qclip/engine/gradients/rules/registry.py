@@ -1,4 +1,4 @@
-"""Rules: for one torch function, its parameters' per-example gradients from its inputs and its output gradient."""
+"""The registry of rules. A rule computes per-example gradients of one torch function's parameters."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from qclip.engine.gradients.forms import Form
+from qclip.engine.gradients.forms import GradientForm
 
-Gradient = Form | Callable[[], Form]
-"""A form, or a function that makes it: it is called only for arguments that are trained."""
+Gradient = GradientForm | Callable[[], GradientForm]
+"""A form, or a function that returns it, which is called only for arguments that are trained."""
 Rule = Callable[..., Mapping[str, Gradient]]
 
 
@@ -21,21 +21,28 @@ class Entry:
     rule: Rule
     signature: inspect.Signature
     broadcasts: bool
-    """Elementwise: arguments with fewer dimensions are aligned at the right, as in torch's broadcasting."""
+    """Whether arguments with fewer dimensions are aligned at the right, as in torch's broadcasting."""
 
 
 _entries: dict[Any, Entry] = {}
 
 
 def register_rule(*functions: Callable[..., Any], broadcasts: bool = False) -> Callable[[Rule], Rule]:
-    """Teach the engine a torch function: ``@register_rule(function)`` on a rule.
+    """Register a rule for torch functions: ``@register_rule(function)``.
 
-    A rule is called as ``rule(grad, *args, **kwargs)`` with the arguments of the call it stands for, so its signature
-    is the function's with ``grad`` in front. Tensors that carry examples arrive as ``[B, *what the function sees for
-    one example]`` (one example of a batch-first model has a first dimension of length 1), parameters and shared
-    tensors as they are, all detached. It returns, for each argument that may be a parameter, its per-example gradient
-    as a form of `forms`, or a function that makes it. It must be pure: no synchronisation, no shape that
-    depends on data.
+    A rule is called as ``rule(grad, *args, **kwargs)``: its signature is the function's with the output gradient in
+    front. It returns the per-example gradient of each argument that may be a parameter, by name, as a form (`Dense`,
+    `Outer`, `Rows`) or as a function that returns the form.
+
+    - Tensors with examples arrive as ``[B, *shape of the argument for one example]``; one example of a batch-first
+      model has a first dimension of length 1.
+    - Parameters and shared tensors arrive as they are. All tensors are detached.
+    - A rule must be pure: no synchronisation with the device, no shape that depends on data.
+    - The engine trusts a rule; test it against `qclip.engine.oracle`.
+
+    Args:
+        functions: the torch functions. The last registration of a function wins.
+        broadcasts: whether the functions are elementwise, with torch's broadcasting.
 
     >>> import torch, qclip
     >>> from qclip.engine import Dense
@@ -43,9 +50,6 @@ def register_rule(*functions: Callable[..., Any], broadcasts: bool = False) -> C
     ... def addcmul(grad, input, tensor1, tensor2, *, value=1):  # input + value * tensor1 * tensor2
     ...     return {"tensor1": Dense((value * grad * tensor2).sum(1))}  # [B, 1, d] -> one [d] each
     >>> unregister_rule(torch.addcmul)
-
-    What a rule says is believed; `qclip.engine.oracle` is there to test it. The last registration of a function wins.
-    ``broadcasts`` says that the function is elementwise.
     """
 
     def register(rule: Rule) -> Rule:
@@ -57,23 +61,23 @@ def register_rule(*functions: Callable[..., Any], broadcasts: bool = False) -> C
 
 
 def unregister_rule(*functions: Callable[..., Any]) -> None:
-    """Forget the functions' rules."""
+    """Remove the rules of the functions."""
     for function in functions:
         _entries.pop(function, None)
 
 
 def find(function: Callable[..., Any]) -> Entry | None:
-    """The function's rule."""
+    """Return the rule of a function, or None."""
     return _entries.get(function)
 
 
 def rows_of(grad: Tensor) -> Tensor:
-    """[B, *, d] as [B, T, d]: a layer that acts on the last dimension sees every other one as positions."""
+    """Reshape [B, *, d] to [B, T, d]: a layer on the last dimension takes all others as positions."""
     return grad.reshape(grad.shape[0], -1, grad.shape[-1])
 
 
 def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
-    """Undo broadcasting within each example: [B, *broadcast shape] summed to [B, *shape]."""
+    """Undo broadcasting within each example: sum [B, *broadcast shape] to [B, *shape]."""
     extra = grad.dim() - 1 - len(shape)
     if extra > 0:
         grad = grad.sum(tuple(range(1, 1 + extra)))

@@ -1,13 +1,15 @@
-"""Memory for recordings: it comes from blocks that can grow while one is made, and as before afterwards.
+"""Machine code gives what its graph gives and is compiled once; memory for recordings comes from blocks that can grow.
 
-What is recorded and replayed needs a GPU; how torch is told about memory does not.
+A recording needs a GPU; the settings of torch's allocator do not.
 """
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from qclip.engine.compiled import replay
-from qclip.engine.compiled.replay import _growing_memory
+from qclip.engine.compiled import backend
+from qclip.engine.compiled.backend import _growing_memory, compile_graph
 
 NAMES = ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"]
 ON, OFF = "expandable_segments:True", "expandable_segments:False"
@@ -119,7 +121,7 @@ def test_a_recording_is_made_in_such_memory(allocator, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
-    run = replay.Replay(lambda inputs: seen.append(allocator.settings) or inputs[1] + 1, fixed=1)
+    run = backend.Replay(lambda inputs: seen.append(allocator.settings) or inputs[1] + 1, fixed=1)
     fixed = torch.zeros(2)
     assert run([fixed, torch.ones(2)]).tolist() == [2, 2]
     run([fixed, torch.ones(2)])
@@ -139,3 +141,19 @@ class FakeGraph:
 
     def replay(self):
         pass
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # the compiler's, of its own parts
+def test_it_gives_what_the_graph_gives_and_is_found_on_the_disk():
+    def step(x, y):
+        return x.tanh() @ y, x.sum(1)
+
+    inputs = torch.randn(4, 6), torch.randn(6, 3)
+    expected = step(*inputs)
+    counters.clear()
+    for _ in range(2):
+        compiled = compile_graph(make_fx(step)(*inputs), inputs, {})
+        for found, wanted in zip(compiled(*inputs), expected, strict=True):
+            torch.testing.assert_close(found, wanted)
+    assert counters["inductor"]["fxgraph_cache_hit"] >= 1
+    assert counters["inductor"]["fxgraph_cache_bypass"] == 0

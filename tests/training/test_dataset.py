@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from qclip.training.dataset_parts import parts
+from qclip.training.dataset import dataset_parts
 from qclip.training.make import make_private
 from qclip.training.rows import Repeated
 
@@ -48,29 +48,27 @@ class Transformed(Subset):
 
 DATA = table()
 SEVERAL = {
-    "oversampled": (Subset(DATA, [*range(40)] + [0] * 64), r"item 0 of TensorDataset, 65 times"),
-    "a tensor of indices": (Subset(DATA, torch.tensor([*range(20), 3])), "item 3 of TensorDataset, 2 times"),
-    "counted from the end": (Subset(DATA, [*range(40), -1]), "item 39 of TensorDataset, 2 times"),
-    "nested": (Subset(Subset(DATA, [5, 6, 7] * 5), range(15)), "item 5 of TensorDataset, 5 times"),
-    "twice the same": (ConcatDataset([DATA, DATA]), "item 0 of TensorDataset, 2 times"),
+    "oversampled": (Subset(DATA, [*range(40)] + [0] * 64), r"item 0 of TensorDataset 65 times"),
+    "a tensor of indices": (Subset(DATA, torch.tensor([*range(20), 3])), "item 3 of TensorDataset 2 times"),
+    "counted from the end": (Subset(DATA, [*range(40), -1]), "item 39 of TensorDataset 2 times"),
+    "nested": (Subset(Subset(DATA, [5, 6, 7] * 5), range(15)), "item 5 of TensorDataset 5 times"),
+    "twice the same": (ConcatDataset([DATA, DATA]), "item 0 of TensorDataset 2 times"),
     "overlapping": (ConcatDataset([Subset(DATA, range(30)), Subset(DATA, range(29, 40))]), "item 29 of Tens.* 2 times"),
-    "inside a subclass": (Transformed(DATA, [*range(20), 4]), "item 4 of TensorDataset, 2 times"),
-    "inside a loader": (DataLoader(Subset(DATA, [1] * 20)), "item 1 of TensorDataset, 20 times"),
+    "inside a subclass": (Transformed(DATA, [*range(20), 4]), "item 4 of TensorDataset 2 times"),
+    "inside a loader": (DataLoader(Subset(DATA, [1] * 20)), "item 1 of TensorDataset 20 times"),
 }
 
 
 @pytest.mark.parametrize("kind", SEVERAL)
 def test_an_item_that_comes_several_times_is_refused(kind):
     dataset, message = SEVERAL[kind]
-    with pytest.raises(
-        ValueError, match=rf"dataset = '{message}' must be one in which each item comes once; .*rows_per_example"
-    ):
+    with pytest.raises(ValueError, match=rf"dataset has {message}: keep each item once, .*rows_per_example"):
         make(dataset)
     make(dataset, noise_multiplier=0)  # nothing is promised there
 
 
 def test_below_augmentations_too():
-    with pytest.raises(ValueError, match="item 2 of TensorDataset, 3 times"):
+    with pytest.raises(ValueError, match="item 2 of TensorDataset 3 times"):
         make(Repeated(Subset(DATA, [1] + [2] * 3 + [*range(3, 20)]), 2), rows_per_example=2)
 
 
@@ -95,12 +93,12 @@ def test_places_below_wrappers_are_those_of_the_items():
     first, second = TensorDataset(torch.arange(10)), TensorDataset(torch.arange(100, 110))
     whole = Subset(ConcatDataset([Subset(first, [7, 3, 1]), ConcatDataset([second, first])]), [15, 0, 4, 2, 3])
     found = {}
-    for part in parts(whole):
+    for part in dataset_parts(whole):
         for index, position in zip(part.indices, part.positions, strict=True):
             found[int(position)] = part.base[index]
     assert [found[k] for k in range(len(whole))] == [whole[k] for k in range(len(whole))]
 
 
 def test_names_are_no_places():
-    (part,) = parts(Subset(Named({"a": 1, "b": 2}), ["b", "a"]))
+    (part,) = dataset_parts(Subset(Named({"a": 1, "b": 2}), ["b", "a"]))
     assert part.indices is None

@@ -1,0 +1,74 @@
+"""Separation: no example may change another example's losses, values or gradients."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from qclip._validate import Refusal
+from qclip.engine import batch as batches
+
+T = TypeVar("T")
+
+
+class Mixing(Refusal):
+    """Examples are not independent of each other."""
+
+
+def require_separation(
+    observe: Callable[[Any], T],
+    difference: Callable[[T, Tensor], str | None],
+    batch: Any,
+    batch_size: int,
+    losses: Tensor,
+) -> None:
+    """Replace some examples by copies of others, in several rounds, and refuse if the others change.
+
+    Args:
+        observe: runs a batch and returns what to compare.
+        difference: given an observation and the examples that were kept [B], returns where they changed, or None.
+        batch: the batch.
+        batch_size: B.
+        losses: any tensor of the losses' precision and device.
+
+    Raises:
+        Mixing: an example changed when others were replaced.
+    """
+    for subset in separating_subsets(batch_size, losses):
+        is_kept = subset != 0
+        where = difference(observe(batches.select(batch, replacement(is_kept), batch_size)), is_kept)
+        if where is not None:
+            raise mixing(where)
+
+
+def mixing(where: str) -> Mixing:
+    """Return the refusal of a model that mixes examples there."""
+    return Mixing(
+        f"examples mix: replacing some of them changed others, {where}. Per-example clipping needs a model in which "
+        "they do not: replace batch statistics (BatchNorm by GroupNorm), attention or contrast across the batch; "
+        "inputs that are not one row per example must not have the batch's length as first dimension"
+    )
+
+
+def separating_subsets(batch_size: int, losses: Tensor) -> list[Tensor]:
+    """Return halves of the batch as loss weights [B], such that for any two examples a half has only the first.
+
+    Every example is in half of the subsets, each in another choice of them. No choice contains another, so any two
+    examples are separated in both directions; no smaller number of subsets would do.
+    """
+    if batch_size == 1:
+        return [torch.ones_like(losses).detach()]
+    count = next(k for k in itertools.count(2) if math.comb(k, k // 2) >= batch_size)
+    choices = list(itertools.islice(itertools.combinations(range(count), count // 2), batch_size))
+    weights = torch.zeros(batch_size, count, dtype=losses.dtype).scatter_(1, torch.tensor(choices), 1)
+    return list(weights.to(losses.device).T)
+
+
+def replacement(is_kept: Tensor) -> Tensor:
+    """Return indices [B] that replace the other examples by copies of those that are kept."""
+    index = torch.arange(len(is_kept), device=is_kept.device)
+    index[~is_kept] = index[is_kept].repeat(len(is_kept))[: int((~is_kept).sum())]
+    return index

@@ -1,0 +1,149 @@
+"""One private step, as a pure function: no loader, no optimizer, no files.
+
+With parameters x, the expected batch size B, noise multipliers z and z', and a standard normal vector N:
+
+    tau   = the clip norm, from the releases of earlier steps                                 ask
+    raw   = sum of clip(grad f_i(x), tau) over the sampled i; counts of their norms in bins   raw_sums, added up
+    noisy = (raw + z tau N) / B; the noise of the counts is z' times their own bound          release
+    tau'  = the threshold, updated with the noisy counts
+
+Only `qclip.training.noise.release` turns raw sums into releases. z and z' are chosen so that both releases together
+cost one Gaussian release at the noise multiplier of the run, which is what the accountant charges for a step.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qclip.accounting import Split
+from qclip.engine import ClippedGradients
+from qclip.thresholds import Answer, Threshold
+from qclip.thresholds.threshold import Grid
+from qclip.training import noise
+from qclip.training.sums import BoundedSum, ClipNorms, Key, NoisySum, Query, RawSums, alone, raw_sums
+
+
+@dataclass(frozen=True)
+class StepRule:
+    """The public constants of every step of a run."""
+
+    threshold: Threshold[Any]
+    members: Mapping[Key, int]
+    """The group of each gradient."""
+    dims: tuple[int, ...]
+    """The number of coordinates of each group."""
+    dtypes: Mapping[Key, torch.dtype]
+    """The dtype of each released gradient: that of its parameter."""
+    batch_size: int
+    """B, the expected number of examples."""
+    noise: Split
+    """z and z', the noise multipliers of gradient and counts."""
+    rescale_to_unit_norm: bool = False
+    """Whether the released gradient is also divided by the clip norm of all groups together."""
+
+
+@dataclass(frozen=True)
+class StepState:
+    """The state of a run between steps: the number of steps done, and the state of the threshold."""
+
+    step: int
+    threshold: Any
+
+
+@dataclass(frozen=True)
+class StepRelease:
+    """The release of a step and the state after it. Every field is noisy or public."""
+
+    noisy_gradient: dict[str, Tensor]
+    clip_norms: tuple[float, ...]
+    noisy_unclipped: tuple[float, ...]
+    """The fraction of unclipped examples in each group; empty if the threshold does not estimate it."""
+    scale: float
+    """The divisor of the gradient besides the batch size."""
+    state: StepState
+
+
+def private_step(
+    state: StepState,
+    batch: Iterable[Any],
+    *,
+    clip: Callable[[Any, ClipNorms], tuple[ClippedGradients, int]],
+    rule: StepRule,
+    source: noise.NoiseSource,
+    reduce: Callable[[BoundedSum], BoundedSum] = alone,
+) -> StepRelease:
+    """Take one private step. `qclip.PrivateTraining` makes the same calls, one physical batch at a time.
+
+    Args:
+        state: The state before the step.
+        batch: The physical batches of the step, at least one. Together they hold each sampled example once.
+        clip: Returns the clipped gradients of a physical batch at the given clip norms, and its number of examples.
+        rule: The public constants of the run.
+        source: The random numbers of the noise.
+        reduce: Adds up the sums of several ranks or clients. No other call combines them.
+
+    Returns:
+        The noisy gradient, the other released values, and the state for the next step.
+    """
+    query = ask(state, rule)
+    first, *others = batch
+    raw = raw_sums(*clip(first, query.clip_norms), query)
+    for physical_batch in others:
+        raw += raw_sums(*clip(physical_batch, raw.clip_norms), query)
+    return release(state, raw.reduced(reduce), query, rule, source)
+
+
+def ask(state: StepState, rule: StepRule, dataset_norms: Callable[[], np.ndarray] | None = None) -> Query:
+    """Return the clip norms and the counts that the threshold wants; only non-private thresholds see raw norms."""
+    threshold, members, dims = rule.threshold, dict(rule.members), list(rule.dims)
+    question = threshold.ask(state.threshold, state.step)
+    if not (private := threshold.private) and threshold.raw_access != "dataset":
+
+        def choose(raw_norms: Tensor) -> tuple[float, ...]:
+            return threshold.clip_norms(state.threshold, state.step, raw_norms.cpu().numpy())
+
+        return Query(choose, question, members, rule.dims, keep_norms=True)
+    raw_norms = None if private or dataset_norms is None else dataset_norms()
+    clip_norms = threshold.clip_norms(state.threshold, state.step, raw_norms)
+    coefficients = () if question.slack is None else question.slack.coefficients(clip_norms)
+    for k, row in enumerate(coefficients):
+        members[Key("slack", k)] = k
+        dims[k] += len(row)
+    return Query(clip_norms, question, members, tuple(dims), coefficients, keep_norms=not private)
+
+
+def release(state: StepState, raw: RawSums, query: Query, rule: StepRule, source: noise.NoiseSource) -> StepRelease:
+    """Add noise to the two sums of a step, and update the threshold with the result."""
+    scale = raw.gradient.l2_bound if rule.rescale_to_unit_norm else 1.0  # public: it depends on clip norms only
+    divisor = rule.batch_size * scale
+    noisy = noise.release(raw.gradient, rule.noise.gradient, source, divisor=divisor, dtypes=rule.dtypes)
+    counts = None if raw.counts is None else noise.release(raw.counts, rule.noise.counts, source)
+    answer = _answer(noisy, counts, raw, query, rule.batch_size)
+    return StepRelease(
+        {str(key.owner): noisy.tensors[key] for key in rule.members},
+        raw.clip_norms,
+        rule.threshold.unclipped(state.threshold, state.step, answer),
+        scale,
+        StepState(state.step + 1, rule.threshold.update(state.threshold, state.step, answer)),
+    )
+
+
+def _answer(noisy: NoisySum, counts: NoisySum | None, raw: RawSums, query: Query, B: int) -> Answer:
+    """Return the input of the threshold's update: fractions of the batch size, with the size of their noise."""
+    bins: Grid = ()
+    if counts is not None and query.question.count is not None:
+        bins = tuple(map(tuple, (counts.tensors[Key("counts")] / B + query.question.count.centre).tolist()))
+    within: Grid = ()
+    within_std: Grid = ()
+    if query.coefficients:
+        slack = torch.stack([noisy.tensors[Key("slack", k)] for k in range(len(noisy.stds))]).tolist()
+        rows = list(zip(slack, query.coefficients, noisy.stds, strict=True))
+        within = tuple(tuple(x * noisy.divisor / a / B for x, a in zip(xs, row, strict=True)) for xs, row, _ in rows)
+        within_std = tuple(tuple(std / a / B for a in row) for _, row, std in rows)
+    bins_std = 0.0 if counts is None else counts.stds[0] / B
+    raw_norms = np.concatenate(raw.norms) if query.keep_norms else None
+    return Answer(bins, within, raw_norms, bins_std, within_std, B, raw.clip_norms)

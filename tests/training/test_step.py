@@ -1,0 +1,186 @@
+"""The private step without a loader: the paper's equations, and where ranks or clients would meet."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from qclip import accounting
+from qclip.engine import oracle
+from qclip.thresholds import (
+    Constant,
+    ExactQuantile,
+    GeometricQuantile,
+    HistogramQuantile,
+    PrivateQuantile,
+    SlackQuantile,
+)
+from qclip.training.noise import NoiseSource, group_dims
+from qclip.training.step import StepRule, StepState, ask, private_step
+from qclip.training.sums import Key
+
+B = 20
+THRESHOLDS = {
+    "constant": Constant(0.3),
+    "private quantile": PrivateQuantile(0.5),
+    "geometric": GeometricQuantile(0.5),
+    "histogram": HistogramQuantile(0.5),
+    "slack": SlackQuantile(0.5, initial=1.0),
+}
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+
+
+def examples(count=24):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 4, generator=generator).double(), torch.randn(count, 2, generator=generator).double()
+
+
+def squared(outputs, targets):
+    return (outputs - targets).square().sum(1)
+
+
+def rule(model, threshold, *, z=1.0, **changes):
+    """All parameters in one group."""
+    parameters = dict(model.named_parameters())
+    members = dict.fromkeys(parameters, 0)
+    return StepRule(
+        threshold=threshold,
+        members={Key("gradient", name): 0 for name in parameters},
+        dims=group_dims(parameters, members, 1),
+        dtypes={Key("gradient", name): p.dtype for name, p in parameters.items()},
+        batch_size=B,
+        noise=accounting.split(z, threshold.noise_share),
+        **changes,
+    )
+
+
+def clipping(model):
+    """One example at a time."""
+
+    def clip(batch, clip_norms):
+        x, y = batch
+        norms = oracle.clipped_gradients(model, squared, x, y, 1.0).group_norms
+        chosen = clip_norms(norms) if callable(clip_norms) else clip_norms
+        return oracle.clipped_gradients(model, squared, x, y, list(chosen)), len(x)
+
+    return clip
+
+
+def halves(count=24, at=10):
+    x, y = examples(count)
+    return [(x[:at], y[:at]), (x[at:], y[at:])]
+
+
+def step(model, the_rule, batch, *, seed=0, state=None, **changes):
+    state = state or StepState(0, the_rule.threshold.start(1))
+    return private_step(state, batch, clip=clipping(model), rule=the_rule, source=NoiseSource(seed), **changes)
+
+
+def test_it_is_the_equation_of_the_paper():
+    """The released gradient is the mean of clipped gradients over the expected batch size, plus noise."""
+    model, tau = network(), 0.3
+    released = step(model, rule(model, Constant(tau), z=0.0), [examples()])
+    x, y = examples()
+    expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for k in range(len(x)):
+        grads = torch.autograd.grad(squared(model(x[k : k + 1]), y[k : k + 1]).sum(), list(model.parameters()))
+        norm = math.sqrt(sum(grad.square().sum().item() for grad in grads))
+        for total, grad in zip(expected.values(), grads, strict=True):
+            total.add_(min(1.0, tau / norm) * grad / B)
+    for name, value in expected.items():
+        torch.testing.assert_close(released.noisy_gradient[name], value, rtol=1e-9, atol=1e-12)
+    assert released.clip_norms == (tau,)
+    assert released.state.step == 1
+
+
+def test_the_noise_has_the_size_that_is_accounted_for():
+    """A second with the same data has other noise; the difference has twice the variance. Fails one seed in 1e6."""
+    model, tau, z = network(), 0.3, 2.0
+    the_rule = rule(model, Constant(tau), z=z)
+    pairs = [
+        (step(model, the_rule, [examples()], seed=k), step(model, the_rule, [examples()], seed=k + 100))
+        for k in range(40)
+    ]
+    difference = torch.cat(
+        [(a.noisy_gradient[n] - b.noisy_gradient[n]).flatten() for a, b in pairs for n in a.noisy_gradient]
+    )
+    expected = math.sqrt(2) * z * tau / B
+    assert difference.std().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * len(difference)))
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_how_a_step_is_cut_does_not_matter(threshold):
+    """The same release whether its examples come in one physical batch or in two."""
+    model = network()
+    the_rule = rule(model, THRESHOLDS[threshold], z=0.5)
+    whole, cut = (step(model, the_rule, batch) for batch in ([examples()], halves()))
+    for name, value in whole.noisy_gradient.items():
+        torch.testing.assert_close(cut.noisy_gradient[name], value, rtol=1e-9, atol=1e-12)
+    assert cut.noisy_unclipped == pytest.approx(whole.noisy_unclipped, rel=1e-6)
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_ranks_meet_in_reduce(threshold):
+    """A rank that holds half of the examples releases the same as one that holds all, once their sums are added."""
+    model = network()
+    the_rule = rule(model, THRESHOLDS[threshold], z=0.5)
+    mine, others = halves()
+    theirs = []
+
+    def keep(raw):
+        theirs.append(raw)
+        return raw
+
+    def add(raw):
+        return raw + theirs.pop(0)
+
+    step(model, the_rule, [others], reduce=keep)
+    reduced = step(model, the_rule, [mine], reduce=add)
+    whole = step(model, the_rule, [examples()])
+    for name, value in whole.noisy_gradient.items():
+        torch.testing.assert_close(reduced.noisy_gradient[name], value, rtol=1e-9, atol=1e-12)
+    assert reduced.noisy_unclipped == pytest.approx(whole.noisy_unclipped, rel=1e-6)
+    assert not theirs
+
+
+def test_nothing_is_changed_but_what_is_returned():
+    """Pure: the same call gives the same release; the model has no gradients, the state is as it was."""
+    model = network()
+    the_rule = rule(model, PrivateQuantile(0.5))
+    state = StepState(3, the_rule.threshold.start(1))
+    before = repr(state)
+    first, second = (step(model, the_rule, halves(), state=state) for _ in range(2))
+    assert all(torch.equal(first.noisy_gradient[n], second.noisy_gradient[n]) for n in first.noisy_gradient)
+    assert first.state == second.state
+    assert first.state.step == 4
+    assert repr(state) == before
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_only_the_gradient_of_parameters_is_for_the_optimizer():
+    model = network()
+    the_rule = rule(model, SlackQuantile(0.5, initial=1.0))
+    assert any(key.kind == "slack" for key in ask(StepState(0, the_rule.threshold.start(1)), the_rule).members)
+    assert set(step(model, the_rule, [examples()]).noisy_gradient) == {name for name, _ in model.named_parameters()}
+
+
+def test_a_rescaled_gradient_is_in_units_of_the_clip_norm():
+    model, tau = network(), 0.25
+    plain = step(model, rule(model, Constant(tau), z=0.0), [examples()])
+    rescaled = step(model, rule(model, Constant(tau), z=0.0, rescale_to_unit_norm=True), [examples()])
+    assert (plain.scale, rescaled.scale) == (1.0, tau)
+    for name, value in plain.noisy_gradient.items():
+        torch.testing.assert_close(rescaled.noisy_gradient[name], value / tau, rtol=1e-9, atol=0)
+
+
+def test_a_threshold_that_looks_at_the_batch_clips_at_its_quantile():
+    model = network()
+    released = step(model, rule(model, ExactQuantile(0.5), z=0.0), [examples()])
+    x, y = examples()
+    norms = oracle.clipped_gradients(model, squared, x, y, 1.0).norms
+    assert (norms <= released.clip_norms[0] * (1 + 1e-9)).double().mean().item() == pytest.approx(0.5, abs=1 / len(x))
