@@ -1,7 +1,7 @@
-"""How many functions and files one private step goes through: python benchmarks/hops.py [SRC] [--compile].
+"""Count the functions and files that one private step runs through: python benchmarks/hops.py [SRC] [--compile].
 
-One physical batch of a two-layer perceptron, in the steady state (no proof). A hop is a call from a function in one
-file of qclip to a function in another one, whatever library code lies between.
+The step is one physical batch of a two-layer perceptron, in the steady state (no proof). A hop is a call from a
+function in one file of qclip to a function in another one, with or without library code between them.
 """
 
 import argparse

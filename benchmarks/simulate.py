@@ -1,8 +1,7 @@
-"""How long a million steps of 64 copies of QC-SGD in 10 dimensions take: bare numpy, the numpy loop, the compiled loop.
+"""Time a million steps of 64 copies of QC-SGD in 10 dimensions: bare numpy, the numpy loop and the compiled loop.
 
-The numpy rows are measured over fewer steps and extrapolated in proportion; the compiled rows run every step. All of it
-happens in one process, one after the other, so the ratios compare like with like, as far as other work on the machine
-(see the load average) lets them.
+The numpy rows are measured over fewer steps and extrapolated in proportion; the compiled rows run every step. All run
+in one process, one after the other, so the ratios compare like with like, as far as the load of the machine allows.
 """
 
 import json
@@ -82,7 +81,7 @@ def _measure(options: Options):  # noqa: ANN202
 
 
 def _bare(steps: int) -> None:
-    """Clipped SGD at a fixed threshold, written out in numpy: what a step costs before any quantile."""
+    """Run clipped SGD at a fixed threshold in plain numpy: the cost of a step without a quantile."""
     rng = np.random.default_rng(0)
     x, gamma, tau = np.ones((SEEDS, DIM)), 0.01, 1.0
     for _ in range(steps // 100):
@@ -133,12 +132,12 @@ def _facts() -> dict[str, str | int | None]:
 
 
 def _load() -> float | None:
-    """The one-minute load average, where there is one."""
+    """Return the one-minute load average, where there is one."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def _processor() -> str:
-    """The processor's name: platform's, or where Linux keeps it."""
+    """Return the name of the processor, from `platform` or from /proc/cpuinfo."""
     named = platform.processor()
     if named and named != platform.machine():
         return named

@@ -1,11 +1,11 @@
-"""What a change costs a private step: two versions of the sources, each in a process of its own, taking turns.
+"""Compare the time of a private step in two versions of the sources, each in a process of its own, taking turns.
 
     git worktree add ../before COMMIT
     python benchmarks/versions.py ../before/src src --case mlp --case cnn-28
 
 Each line gives the median time of a whole logical step (sampling, clipping, noise, threshold, optimizer), and the ratio
-of the two versions: the median over rounds, and the middle half of them. A third process runs the first version again:
-its ratio is what chance alone does. Proofs are made before the clock starts.
+of the two versions: the median and the quartiles over the rounds. A third process runs the first version again: its
+ratio shows the noise of the measurement. Proofs are made before the clock starts.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("before", type=Path, help="the folder that holds the package qclip of the first version")
     parser.add_argument("after", type=Path, help="that of the second")
@@ -39,13 +39,13 @@ def options() -> argparse.Namespace:
 
 @dataclass
 class Worker:
-    """A version at work."""
+    """The process of a version."""
 
     source: Path
     process: Any = field(init=False)
 
     def begin(self, case: str, options: argparse.Namespace) -> None:
-        """Start it; it warms up by itself."""
+        """Start the process, which warms up."""
         arguments = [case, options.device, options.dtype, str(int(options.compile)), str(options.warm_up)]
         self.process = subprocess.Popen(
             [sys.executable, __file__, "--worker", *arguments],
@@ -56,17 +56,17 @@ class Worker:
         )
 
     def ready(self) -> None:
-        """Wait until it is."""
+        """Wait until the process has warmed up."""
         self._answer()
 
     def steps(self, count: int) -> list[float]:
-        """Seconds of each of so many more."""
+        """Run some steps and return the seconds of each."""
         self.process.stdin.write(f"{count}\n")
         self.process.stdin.flush()
         return self._answer()
 
     def end(self) -> None:
-        """No more."""
+        """End the process."""
         self.process.stdin.close()
         self.process.wait()
 
@@ -78,7 +78,7 @@ class Worker:
 
 
 def work(case: str, device: str, dtype: str, compiled: str, warm_up: str) -> None:
-    """The other side: steps on demand, one line of JSON for each demand."""
+    """Run in the worker: take steps on demand, with one line of JSON for each demand."""
     import torch
     from torch.utils.data import TensorDataset
 
@@ -121,7 +121,7 @@ def work(case: str, device: str, dtype: str, compiled: str, warm_up: str) -> Non
 
 
 def main(options: argparse.Namespace) -> None:
-    """Let the versions take turns, and say how they compare."""
+    """Let the versions take turns, and print their ratios."""
     for case in options.case or ["mlp", "cnn-28", "transformer"]:
         workers = {"before": Worker(options.before), "after": Worker(options.after), "again": Worker(options.before)}
         for worker in workers.values():

@@ -1,10 +1,10 @@
-"""Private training with Hugging Face Accelerate: it chooses the device and the precision, qclip takes the step.
+"""Private training with Hugging Face Accelerate, which chooses the device and the precision; qclip takes the step.
 
     python examples/accelerate_loop.py --mixed-precision no
 
-`accelerator.prepare` gets the model. The optimizer and the data go to `make_private` as torch has them: qclip samples
-and guards the step itself. `accelerator.backward` would scale the loss, and is not needed: float16 and its scaler are
-refused, bfloat16 has the range of float32.
+`accelerator.prepare` gets the model. `make_private` gets the optimizer and the data unwrapped: qclip samples and guards
+the step itself. `accelerator.backward` would scale the loss and is not needed: float16 and its scaler are refused, and
+bfloat16 has the range of float32.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ import qclip
 
 @dataclass(frozen=True)
 class Settings:
-    """The run."""
+    """The settings of the run."""
 
     epochs: int = 15
     batch_size: int = 256
@@ -32,18 +32,18 @@ class Settings:
     lr: float = 0.2
     mixed_precision: Literal["no", "bf16"] = "bf16"
     seed: int | None = None
-    """Of the sampling and the noise: for tests only."""
+    """Seed of the sampling and the noise, for tests only."""
 
 
 def digits() -> tuple[TensorDataset, Tensor, Tensor]:
-    """64 grey values in [0, 1] and a label; every sixth example is held out."""
+    """Return training data and held-out data: 64 grey values in [0, 1] and a label; every sixth is held out."""
     x, y = (torch.tensor(array) for array in load_digits(return_X_y=True))
     x, held_out = x.float() / 16, torch.arange(len(x)) % 6 == 0
     return TensorDataset(x[~held_out], y[~held_out]), x[held_out], y[held_out]
 
 
 def main(settings: Settings) -> tuple[float, float]:
-    """Train; returns the held-out accuracy and the epsilon spent."""
+    """Train and return the held-out accuracy and the epsilon spent."""
     torch.manual_seed(0)
     train, x_test, y_test = digits()
     accelerator = Accelerator(mixed_precision=settings.mixed_precision)

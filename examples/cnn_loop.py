@@ -2,8 +2,8 @@
 
     python examples/cnn_loop.py --epsilon 3
 
-Three lines are not those of a plain loop: `make_private`, its loader, and its loss. `cnn_loop_opacus.py` is the same
-in Opacus.
+Three lines differ from a plain loop: `make_private`, its loader, and its loss. `cnn_loop_opacus.py` is the same run in
+Opacus.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import qclip
 
 @dataclass(frozen=True)
 class Settings:
-    """The run; `lr` is the only thing to tune."""
+    """The settings of the run; only `lr` needs tuning."""
 
     epochs: int = 15
     batch_size: int = 256
@@ -27,11 +27,11 @@ class Settings:
     delta: float = 1e-5
     lr: float = 0.2
     seed: int | None = None
-    """Of the sampling and the noise: for tests only."""
+    """Seed of the sampling and the noise, for tests only."""
 
 
 def digits() -> tuple[TensorDataset, Tensor, Tensor]:
-    """8 x 8 images in [-1, 1] and their labels; every sixth is held out."""
+    """Return training data and held-out data: 8 x 8 images in [-1, 1] and labels; every sixth is held out."""
     x, y = (torch.tensor(array) for array in load_digits(return_X_y=True))
     x = (x.float() / 8 - 1).view(-1, 1, 8, 8)
     held_out = torch.arange(len(x)) % 6 == 0
@@ -39,7 +39,7 @@ def digits() -> tuple[TensorDataset, Tensor, Tensor]:
 
 
 def cnn() -> nn.Module:
-    """Group norm where other networks have batch norm, which would mix examples."""
+    """Return a CNN with group norm, since batch norm would mix examples."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(inplace=True), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(2),
@@ -48,7 +48,7 @@ def cnn() -> nn.Module:
 
 
 def main(settings: Settings) -> tuple[float, float]:
-    """Train; returns the held-out accuracy and the epsilon spent."""
+    """Train and return the held-out accuracy and the epsilon spent."""
     torch.manual_seed(0)
     train, x_test, y_test = digits()
     model = cnn()

@@ -1,8 +1,8 @@
-"""The run of `cnn_loop.py` in Opacus, to be read beside it.
+"""The run of `cnn_loop.py` in Opacus, for comparison.
 
     python examples/cnn_loop_opacus.py --max-grad-norm 1
 
-The clipping norm has to be chosen here. Needs ``pip install opacus``.
+Here the clip norm must be chosen. Needs ``pip install opacus``.
 """
 
 import warnings
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 @dataclass(frozen=True)
 class Settings:
-    """The run; `lr` and `max_grad_norm` have to be tuned together."""
+    """The settings of the run; `lr` and `max_grad_norm` must be tuned together."""
 
     epochs: int = 15
     batch_size: int = 256
@@ -29,7 +29,7 @@ class Settings:
 
 
 def digits() -> tuple[TensorDataset, Tensor, Tensor]:
-    """8 x 8 images in [-1, 1] and their labels; every sixth is held out."""
+    """Return training data and held-out data: 8 x 8 images in [-1, 1] and labels; every sixth is held out."""
     x, y = (torch.tensor(array) for array in load_digits(return_X_y=True))
     x = (x.float() / 8 - 1).view(-1, 1, 8, 8)
     held_out = torch.arange(len(x)) % 6 == 0
@@ -37,7 +37,7 @@ def digits() -> tuple[TensorDataset, Tensor, Tensor]:
 
 
 def cnn() -> nn.Module:
-    """As in `cnn_loop.py`, but for the in-place activations, which do not go with the hooks."""
+    """Return the CNN of `cnn_loop.py` without in-place activations, which the hooks do not support."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(), nn.AdaptiveAvgPool2d(2),
@@ -46,8 +46,8 @@ def cnn() -> nn.Module:
 
 
 def main(settings: Settings) -> tuple[float, float]:
-    """Train; returns the held-out accuracy and the epsilon spent."""
-    warnings.simplefilter("ignore")  # of Opacus and its hooks, harmless here
+    """Train and return the held-out accuracy and the epsilon spent."""
+    warnings.simplefilter("ignore")  # warnings of Opacus about its hooks, harmless here
     torch.manual_seed(0)
     train, x_test, y_test = digits()
     model = cnn()

@@ -1,10 +1,10 @@
-"""An average of the parameters, a learning-rate schedule, and a run that stops and goes on.
+"""An average of the parameters, a learning-rate schedule, and a run that is interrupted and resumed.
 
     python examples/ema_scheduler_resume.py --out out/resume --stop-after 40
     python examples/ema_scheduler_resume.py --out out/resume
 
-The second call goes on from the checkpoint of the first: the parameters, the threshold, the sampling and the noise are
-those of a run that never stopped. Average and schedule move once per logical step, which `training.updated` tells.
+The second call resumes from the checkpoint of the first: the parameters, the threshold, the sampling and the noise are
+those of an uninterrupted run. Average and schedule move once per logical step, where `training.updated` is true.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ import qclip
 
 @dataclass(frozen=True)
 class Settings:
-    """The run."""
+    """The settings of the run."""
 
     out: Path = Path("out/resume")
-    """Where the checkpoint lies."""
+    """Folder of the checkpoint."""
     steps: int = 100
     stop_after: int | None = None
     """Stop when this many logical steps are done."""
@@ -37,26 +37,26 @@ class Settings:
     delta: float = 1e-5
     lr: float = 2.0
     decay: float = 0.95
-    """Of the average: it remembers about 1 / (1 - decay) steps."""
+    """Decay of the average, which covers about 1 / (1 - decay) steps."""
     seed: int | None = None
-    """Of the sampling and the noise: for tests only."""
+    """Seed of the sampling and the noise, for tests only."""
 
 
 def digits() -> tuple[TensorDataset, Tensor, Tensor]:
-    """64 grey values in [0, 1] and a label; every sixth example is held out."""
+    """Return training data and held-out data: 64 grey values in [0, 1] and a label; every sixth is held out."""
     x, y = (torch.tensor(array) for array in load_digits(return_X_y=True))
     x, held_out = x.float() / 16, torch.arange(len(x)) % 6 == 0
     return TensorDataset(x[~held_out], y[~held_out]), x[held_out], y[held_out]
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """On held-out data."""
+    """Return the accuracy on held-out data."""
     with torch.no_grad():
         return (model(x).argmax(1) == y).float().mean().item()
 
 
 def main(settings: Settings) -> tuple[AveragedModel, float, float]:
-    """Train, or go on; returns the average, its held-out accuracy, and the epsilon spent."""
+    """Train or resume; return the average, its held-out accuracy, and the epsilon spent."""
     torch.manual_seed(0)
     train, x_test, y_test = digits()
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1), nn.Tanh(), nn.Linear(64, 10))

@@ -1,9 +1,9 @@
-"""A private generative adversarial network: points on a ring, of which only the discriminator sees any.
+"""A private generative adversarial network for points on a ring, which only the discriminator sees.
 
     python examples/gan.py --epsilon 5
 
-The discriminator is trained privately. The generator learns from the discriminator alone, so that it, and everything it
-ever draws, costs no further privacy.
+The discriminator is trained privately. The generator learns from the discriminator alone, so neither it nor its samples
+cost any further privacy.
 """
 
 import math
@@ -22,7 +22,7 @@ NOISE_DIM = 4
 
 @dataclass(frozen=True)
 class Settings:
-    """The run."""
+    """The settings of the run."""
 
     examples: int = 4000
     steps: int = 300
@@ -31,30 +31,30 @@ class Settings:
     delta: float = 1e-5
     lr: float = 1e-2
     seed: int | None = None
-    """Of the sampling and the noise: for tests only."""
+    """Seed of the sampling and the noise, for tests only."""
 
 
 def ring(count: int, generator: torch.Generator) -> Tensor:
-    """Points at distance 1 from the origin, give or take a tenth, [count, 2]."""
+    """Return points at distance 1 ± 0.1 from the origin, [count, 2]."""
     angle = 2 * math.pi * torch.rand(count, generator=generator)
     radius = 1 + 0.1 * torch.randn(count, generator=generator)
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
 
 
 def network(inputs: int, outputs: int) -> nn.Module:
-    """A small perceptron."""
+    """Return a small perceptron."""
     return nn.Sequential(
         nn.Linear(inputs, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, outputs)
     )
 
 
 def energy_distance(x: Tensor, y: Tensor) -> float:
-    """How far apart two samples are; 0 for equal laws."""
+    """Return the energy distance of two samples; 0 for equal distributions."""
     return (2 * torch.cdist(x, y).mean() - torch.cdist(x, x).mean() - torch.cdist(y, y).mean()).item()
 
 
 def main(settings: Settings) -> tuple[float, float, float]:
-    """Train; returns the energy distance to held-out points before and after, and the epsilon spent."""
+    """Train and return the energy distance to held-out points before and after, and the epsilon spent."""
     torch.manual_seed(0)
     points = ring(settings.examples + 1000, torch.Generator().manual_seed(1))
     train, held_out = TensorDataset(points[:-1000]), points[-1000:]
@@ -66,7 +66,7 @@ def main(settings: Settings) -> tuple[float, float, float]:
         return generator(torch.randn(count, NOISE_DIM))
 
     def discriminator_loss(discriminator: nn.Module, batch: list[Tensor]) -> Tensor:
-        """Each real point goes with a fake of its own, so that there is one loss per example: [B]."""
+        """Return one loss per example, [B]: each real point is paired with a fake of its own."""
         (real,) = batch
         fake = draw(len(real)).detach()
         return (F.softplus(-discriminator(real)) + F.softplus(discriminator(fake))).squeeze(1)

@@ -1,9 +1,9 @@
-"""A small GPT-2 from Hugging Face learns to write sentences, one character at a time, privately.
+"""A small GPT-2 from Hugging Face learns to write sentences privately, one character at a time.
 
     python examples/gpt2.py --epsilon 4
 
-The unit of privacy is a sentence. The model is taken as it is: tied embeddings, Conv1D layers and dropout need no
-replacement. Sentences are made up here; nothing is downloaded.
+The unit of privacy is a sentence. The model is used unchanged: tied embeddings, Conv1D layers and dropout need no
+replacement. The sentences are synthetic; nothing is downloaded.
 """
 
 import math
@@ -20,12 +20,12 @@ from qclip.integrations.transformers import causal_lm_loss, fixed_length
 
 ALPHABET = "\n abcdefghijklmnopqrstuvwxyz."
 LENGTH = 24
-"""Of every example, in characters: public, so that the shape of a batch says nothing."""
+"""Length of every example, in characters: public, so that the shape of a batch reveals nothing."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The run."""
+    """The settings of the run."""
 
     sentences: int = 800
     steps: int = 50
@@ -34,11 +34,11 @@ class Settings:
     lr: float = 1e-2
     width: int = 32
     seed: int | None = None
-    """Of the sampling and the noise: for tests only."""
+    """Seed of the sampling and the noise, for tests only."""
 
 
 def sentences(count: int) -> list[list[int]]:
-    """Sentences such as "the old fox sings.", as ids of characters, with a line break at both ends."""
+    """Return sentences such as "the old fox sings.", as ids of characters, with a line break at both ends."""
     draw = random.Random(0)
     words = ("the a my", "old red big shy", "fox hen owl bear", "runs eats sings sleeps")
     texts = ["\n" + " ".join(draw.choice(some.split()) for some in words) + ".\n" for _ in range(count)]
@@ -46,7 +46,7 @@ def sentences(count: int) -> list[list[int]]:
 
 
 def bits_per_character(model: torch.nn.Module, examples: list[list[int]]) -> float:
-    """The mean cross entropy of the examples, in bits."""
+    """Return the mean cross entropy of the examples, in bits."""
     model.eval()
     with torch.no_grad():
         losses = causal_lm_loss(model, fixed_length(0, LENGTH)(examples))
@@ -55,7 +55,7 @@ def bits_per_character(model: torch.nn.Module, examples: list[list[int]]) -> flo
 
 
 def main(settings: Settings) -> tuple[float, float, float]:
-    """Train; returns the held-out bits per character before and after, and the epsilon spent."""
+    """Train and return the held-out bits per character before and after, and the epsilon spent."""
     torch.manual_seed(0)
     examples = sentences(settings.sentences + 200)
     train, held_out = examples[:-200], examples[-200:]
@@ -85,7 +85,7 @@ def main(settings: Settings) -> tuple[float, float, float]:
 
 
 def write(model: GPT2LMHeadModel) -> str:
-    """A sentence of the model's own."""
+    """Return a sentence sampled from the model."""
     model.eval()
     ids = model.generate(torch.zeros(1, 1, dtype=torch.long), max_length=LENGTH, do_sample=False, pad_token_id=0)
     return "".join(ALPHABET[i] for i in ids[0]).strip()

@@ -2,9 +2,9 @@
 
     python examples/lightning_loop.py
 
-`make_private` is called in `configure_optimizers`, when Lightning has moved the model to its device; its loader is the
-module's. The optimizer is stepped as torch has it (``use_pl_optimizer=False``): Lightning's wrapper would pass a
-closure, which a private optimizer refuses.
+`make_private` is called in `configure_optimizers`, when Lightning has moved the model to its device; the module uses
+its loader. The torch optimizer is stepped without Lightning's wrapper (``use_pl_optimizer=False``), which would pass a
+closure that a private optimizer refuses.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ import qclip
 
 @dataclass(frozen=True)
 class Settings:
-    """The run."""
+    """The settings of the run."""
 
     epochs: int = 15
     batch_size: int = 256
@@ -31,18 +31,18 @@ class Settings:
     delta: float = 1e-5
     lr: float = 0.2
     seed: int | None = None
-    """Of the sampling and the noise: for tests only."""
+    """Seed of the sampling and the noise, for tests only."""
 
 
 def digits() -> tuple[TensorDataset, Tensor, Tensor]:
-    """64 grey values in [0, 1] and a label; every sixth example is held out."""
+    """Return training data and held-out data: 64 grey values in [0, 1] and a label; every sixth is held out."""
     x, y = (torch.tensor(array) for array in load_digits(return_X_y=True))
     x, held_out = x.float() / 16, torch.arange(len(x)) % 6 == 0
     return TensorDataset(x[~held_out], y[~held_out]), x[held_out], y[held_out]
 
 
 class PrivateClassifier(pl.LightningModule):
-    """A classifier that only takes private steps."""
+    """A classifier that takes private steps only."""
 
     def __init__(self, train: TensorDataset, settings: Settings) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class PrivateClassifier(pl.LightningModule):
         self.private: qclip.PrivateTraining | None = None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimizer, guarded."""
+        """Return the optimizer of the private run."""
         optimizer = torch.optim.SGD(self.model.parameters(), lr=self.settings.lr, momentum=0.9)
         self.private = qclip.make_private(
             self.model,
@@ -70,11 +70,11 @@ class PrivateClassifier(pl.LightningModule):
         return optimizer
 
     def train_dataloader(self) -> Any:
-        """One pass is one epoch; Lightning may fetch ahead."""
+        """Return the private loader: one pass is one epoch, and Lightning may prefetch."""
         return self.private.loader
 
     def training_step(self, batch: list[Tensor], batch_index: int) -> None:
-        """One physical batch; the parameters move at the last one of a logical batch."""
+        """Process one physical batch; the parameters move at the last one of a logical batch."""
         x, y = batch
         optimizer = self.optimizers(use_pl_optimizer=False)
         self.private.loss(self.model(x), y).backward()
@@ -85,7 +85,7 @@ class PrivateClassifier(pl.LightningModule):
 
 
 def main(settings: Settings) -> tuple[float, float]:
-    """Train; returns the held-out accuracy and the epsilon spent."""
+    """Train and return the held-out accuracy and the epsilon spent."""
     torch.manual_seed(0)
     train, x_test, y_test = digits()
     module = PrivateClassifier(train, settings)

@@ -1,9 +1,9 @@
-"""Private fine-tuning by LoRA: a model that knows public text adapts to private text.
+"""Private fine-tuning by LoRA: a model that was trained on public text adapts to private text.
 
     python examples/lora.py --rank 4
 
-The small GPT-2 is trained on public sentences first, without noise. Then `peft` freezes it and adds adapters, and only
-those are trained, privately. Nothing about the model or the adapters has to be changed or registered.
+The small GPT-2 is first trained on public sentences, without noise. Then `peft` freezes it and adds adapters, and only
+these are trained, privately. Neither the model nor the adapters need changes or registration.
 """
 
 import math
@@ -28,7 +28,7 @@ collate = fixed_length(ALPHABET.index("\n"), length=24)
 
 @dataclass(frozen=True)
 class Settings:
-    """The run."""
+    """The settings of the run."""
 
     public_steps: int = 80
     rank: int = 4
@@ -38,18 +38,18 @@ class Settings:
     epsilon: float = 4.0
     lr: float = 2e-2
     seed: int | None = None
-    """Of the sampling and the noise: for tests only."""
+    """Seed of the sampling and the noise, for tests only."""
 
 
 def sentences(words: tuple[str, ...], count: int) -> list[list[int]]:
-    """Sentences of these words, as ids of characters, with a line break at both ends."""
+    """Return sentences of these words, as ids of characters, with a line break at both ends."""
     draw = random.Random(0)
     texts = ["\n" + " ".join(draw.choice(some.split()) for some in words) + ".\n" for _ in range(count)]
     return [[ALPHABET.index(character) for character in text] for text in texts]
 
 
 def pretrained(steps: int) -> GPT2LMHeadModel:
-    """A small GPT-2 that has read public text, in an ordinary loop."""
+    """Return a small GPT-2 that was trained on public text, in an ordinary loop."""
     config = GPT2Config(
         vocab_size=len(ALPHABET), n_positions=24, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
     )
@@ -64,7 +64,7 @@ def pretrained(steps: int) -> GPT2LMHeadModel:
 
 
 def bits_per_character(model: nn.Module, examples: list[list[int]]) -> float:
-    """The mean cross entropy of the examples, in bits."""
+    """Return the mean cross entropy of the examples, in bits."""
     model.eval()
     with torch.no_grad():
         losses = causal_lm_loss(model, collate(examples))
@@ -73,7 +73,7 @@ def bits_per_character(model: nn.Module, examples: list[list[int]]) -> float:
 
 
 def main(settings: Settings) -> tuple[float, float, float]:
-    """Train; returns the held-out bits per character before and after the adaptation, and the epsilon it cost."""
+    """Train and return the held-out bits per character before and after the adaptation, and the epsilon it cost."""
     torch.manual_seed(0)
     base = pretrained(settings.public_steps)
     adapters = LoraConfig(

@@ -2,9 +2,9 @@
 
     python examples/nonprivate_qcsgd.py --steps 2000
 
-Linear regression under noise with a heavy tail to one side. At a fixed quantile the clipped gradients stay biased, and
-the error stalls. The coupled schedule moves the quantile towards 1 as the step size falls, and the bias goes away.
-There is no noise and no guarantee: epsilon is infinite.
+Linear regression under noise with a heavy tail on one side. At a fixed quantile the clipped gradients stay biased, and
+the error stalls. The coupled schedule moves the quantile towards 1 as the step size falls, and the bias vanishes. There
+is no added noise and no guarantee: epsilon is infinite.
 """
 
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ DIM = 5
 
 @dataclass(frozen=True)
 class Settings:
-    """The run."""
+    """The settings of the run."""
 
     examples: int = 4000
     steps: int = 600
     batch_size: int = 64
     step_size: float = 0.2
     clipped_fraction: float = 0.5
-    """At the first step; at all of them for the fixed quantile."""
+    """Quantile at the first step; at every step for the fixed quantile."""
 
 
 def regression(count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs [count, DIM], targets [count, 1] with Pareto noise of mean 0 and tail exponent 2.2, and the weights."""
+    """Return inputs [count, DIM], targets [count, 1] with Pareto noise (mean 0, tail exponent 2.2), and weights."""
     draw = torch.Generator().manual_seed(0)
     x, weights = torch.randn(count, DIM, generator=draw), torch.ones(DIM, 1)
     pareto = torch.rand(count, 1, generator=draw).pow(-1 / 2.2)
@@ -40,7 +40,7 @@ def regression(count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def excess_risk(model: nn.Linear, weights: Tensor) -> float:
-    """How much larger the expected squared error on fresh data is than the best possible."""
+    """Return the excess of the expected squared error on fresh data over the least possible."""
     with torch.no_grad():
         return ((model.weight - weights.T).square().sum() + model.bias.square().sum()).item()
 
@@ -48,7 +48,7 @@ def excess_risk(model: nn.Linear, weights: Tensor) -> float:
 def train(
     threshold: qclip.ExactQuantile, step_size: qclip.schedules.Schedule | float, settings: Settings
 ) -> tuple[float, float]:
-    """One run; returns its excess risk and its epsilon."""
+    """Train one run and return its excess risk and its epsilon."""
     x, y, weights = regression(settings.examples)
     model = nn.Linear(DIM, 1)
     nn.init.zeros_(model.weight)
@@ -71,7 +71,7 @@ def train(
 
 
 def main(settings: Settings) -> tuple[float, float]:
-    """Train twice; returns the excess risk at a fixed quantile and under the coupled schedule."""
+    """Train twice and return the excess risk at a fixed quantile and under the coupled schedule."""
     gamma, p = qclip.schedules.coupled(2, settings.step_size, settings.clipped_fraction)
     fixed, _ = train(qclip.ExactQuantile(1 - settings.clipped_fraction), settings.step_size, settings)
     coupled, epsilon = train(qclip.ExactQuantile(p), gamma, settings)

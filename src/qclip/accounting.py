@@ -267,7 +267,14 @@ class EpsilonCurve:
 
 
 def spending(z: float, sample_rate: float, delta: float, accountant: Accountant = "pld") -> Callable[[int], float]:
-    """Return epsilon as a function of the number of steps, cached; it is never below the accountant's own value."""
+    """Return epsilon as a function of the number of steps, cached; it is never below the accountant's own value.
+
+    Args:
+        z: Noise multiplier.
+        sample_rate: Probability with which a step draws each example.
+        delta: Delta of the guarantee.
+        accountant: "pld" or "rdp".
+    """
     check.choice("accountant", accountant, _ACCOUNTANTS)
 
     @cache

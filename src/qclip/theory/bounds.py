@@ -428,8 +428,8 @@ def _best_beta(rule: TheoremForm, gamma_L: Floats, p: Floats, fixed: float, bias
     low, high = np.log(alone.min()), np.log(min(alone.max(), vanishes))
     if high - low < 1e-12:
         return float(alone.min())
-    found = minimize_scalar(log_bound, bounds=(low, high), method="bounded", options={"xatol": 1e-10})
-    return float(np.exp(min((found.x, low), key=log_bound)))
+    minimum = minimize_scalar(log_bound, bounds=(low, high), method="bounded", options={"xatol": 1e-10})
+    return float(np.exp(min((minimum.x, low), key=log_bound)))
 
 
 def contraction_line(rule: TheoremForm, gamma_L: Floats, p: Floats) -> tuple[Floats, Floats]:

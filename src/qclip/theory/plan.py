@@ -218,10 +218,10 @@ def _plan_steps(a: Assumptions, steps: int, noise_multiplier: float, privacy: Pr
 
     share, h = _minimise(total, (1e-9, 1 - 1e-9), (_least_clipped(steps, public["batch_size"]), 1 - 1e-6))
     limit = max_step_private(a, 1 - h, noise_multiplier=noise_multiplier, **public)
-    found = bound_private(a, share * limit, 1 - h, steps=steps, noise_multiplier=noise_multiplier, **public)
+    best = bound_private(a, share * limit, 1 - h, steps=steps, noise_multiplier=noise_multiplier, **public)
     return Plan(
         assumptions=a, steps=steps, noise_multiplier=noise_multiplier, privacy=privacy,
-        gamma=share * limit, p=1 - h, bound=found, **public,
+        gamma=share * limit, p=1 - h, bound=best, **public,
     )  # fmt: skip
 
 
@@ -277,11 +277,11 @@ def _plan_target(
         return _plan_steps(a, steps, rough(steps), privacy, public).bound.total <= target
 
     def unreachable(steps: int) -> ValueError:
-        found = _plan_steps(a, steps, rough(steps), privacy, public).bound.total
+        least = _plan_steps(a, steps, rough(steps), privacy, public).bound.total
         remedy = "raise the target or the batch size"
         if privacy:
             remedy = f"at a fixed privacy budget the noise grows with the steps: {remedy}, or use more examples"
-        return check.refuse("target", target, f"above {found:.4g}, the bound at {steps:,} steps", remedy)
+        return check.refuse("target", target, f"above {least:.4g}, the bound at {steps:,} steps", remedy)
 
     low, high = 1, 2
     while not reached(high):
@@ -330,13 +330,13 @@ def _plan_coupled(base: Plan) -> CoupledPlan:
         p = 1 - np.maximum(h * times**clipped_exponent, 1e-15)  # below 1, whatever the rounding
         return assemble(rule, a, step_size * times**step_exponent, p, p, counts)
 
-    found = minimize(
+    minimum = minimize(
         lambda point: math.log(evaluate(point).total),
         x0=[-2.0, max(-1.0, least)],
         bounds=[(-30, 30), (least, -1e-9)],
         method="Nelder-Mead",
     )
-    return CoupledPlan(*constants(found.x), step_exponent, clipped_exponent, evaluate(found.x))
+    return CoupledPlan(*constants(minimum.x), step_exponent, clipped_exponent, evaluate(minimum.x))
 
 
 def _time_grid(steps: int) -> tuple[Floats, Floats]:

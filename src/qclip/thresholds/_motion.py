@@ -18,7 +18,7 @@ RESTART = 8
 FALSE_ALARM = NORMAL.inv_cdf(0.99)
 """Least error, in standard deviations, at which the quantile counts as lost: noise exceeds it in 1 % of steps. More
 false alarms would restart averages and hold the velocity without need, and on one side only, which is a bias."""
-FOUND = 2.0
+SETTLED = 2.0
 """Number of time constants (steps times gain) before the velocity is learnt. A Kalman filter that starts at rest at an
 unknown position corrects the position by 1/n at step n until its steady gain, and the velocity hardly before this."""
 USUAL_DRIFT = 0.004
@@ -110,8 +110,8 @@ def pursue(velocity: float, error: float, slope: float, std: float, p: float, se
         return Correction(change + velocity, velocity, lost=True)
     # Hardly any norm is within tau, or nearly every one, and noise alone seldom looks like that.
     lost = abs(error) > 0.75 * (p if error < 0 else 1 - p) > FALSE_ALARM * std
-    found = seen * rate >= FOUND
-    push = -(rate**2) / 4 * clamp(error / slope, -1.0, 1.0) if found else 0.0
+    settled = seen * rate >= SETTLED
+    push = -(rate**2) / 4 * clamp(error / slope, -1.0, 1.0) if settled else 0.0
     return Correction(change + velocity, clamp(velocity + push, -MAX_VELOCITY, MAX_VELOCITY), lost)
 
 

@@ -129,14 +129,14 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
         tau = math.exp(self.spacing * float(np.interp(aim, scores, places)))
         inside = scores[0] < aim < scores[-1]
 
-        known = Group(
+        moved = Group(
             tau=clamp(tau, self.tau_min, self.tau_max),
             lowest=group["lowest"],
             within=within,
             seen=seen,
             miss=miss if inside else 0.0,  # an error made on the way there does not matter
         )
-        return self._recentred(known, p)
+        return self._recentred(moved, p)
 
     def _smoothed(
         self, group: Group, p: float, noisy: list[float], std: float
@@ -170,13 +170,13 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
         shift = lowest - group["lowest"]
         if abs(shift) <= 2:
             return group
-        guess, known = self._guess(group["tau"], lowest, p), group["within"]
+        guess, within_before = self._guess(group["tau"], lowest, p), group["within"]
         gone = min(abs(shift), self.radii)
         if shift > 0:
-            within = (*known[gone:], *(max(value, known[-1]) for value in guess[-gone:]))
+            within = (*within_before[gone:], *(max(value, within_before[-1]) for value in guess[-gone:]))
             seen = (*group["seen"][gone:], *(0,) * gone)
         else:
-            within = (*(min(value, known[0]) for value in guess[:gone]), *known[:-gone])
+            within = (*(min(value, within_before[0]) for value in guess[:gone]), *within_before[:-gone])
             seen = (*(0,) * gone, *group["seen"][:-gone])
         return Group(tau=group["tau"], lowest=lowest, within=within, seen=seen, miss=group["miss"])
 

@@ -118,8 +118,8 @@ class SlackQuantile(Threshold[tuple[Group, ...]]):
 
     def unclipped(self, state: tuple[Group, ...], step: int, answer: Answer) -> tuple[float, ...]:
         """Return the fraction counted within the outer radius plus the extrapolated fraction above it."""
-        found = zip(self._averaged(state, answer), answer.noisy_within, strict=True)
-        return tuple(outer + self._above(group) for group, (_, outer) in found)
+        counted = zip(self._averaged(state, answer), answer.noisy_within, strict=True)
+        return tuple(outer + self._above(group) for group, (_, outer) in counted)
 
     def update(self, state: tuple[Group, ...], step: int, answer: Answer) -> tuple[Group, ...]:
         """Move each group's tau towards its quantile."""
@@ -131,15 +131,15 @@ class SlackQuantile(Threshold[tuple[Group, ...]]):
     def _averaged(self, state: tuple[Group, ...], answer: Answer) -> list[Group]:
         """Return the state with this step's counts in its averages."""
         sampling = 1 / math.sqrt(answer.batch_size)
-        found = []
+        averaged = []
         for group, fractions, stds in zip(state, answer.noisy_within, answer.within_std, strict=True):
             inner, outer = (plausible(*pair) for pair in zip(fractions, (std + sampling for std in stds), strict=True))
             seen = group["seen"] + 1
             rate = max(MEMORY, 1 / seen)
             inner = group["inner"] + rate * (inner - group["inner"])
             outer = group["outer"] + rate * (outer - group["outer"])
-            found.append(Group(tau=group["tau"], velocity=group["velocity"], inner=inner, outer=outer, seen=seen))
-        return found
+            averaged.append(Group(tau=group["tau"], velocity=group["velocity"], inner=inner, outer=outer, seen=seen))
+        return averaged
 
     def _above(self, group: Group) -> float:
         """Return the fraction of norms between the outer radius and tau, if log norms are normal there."""

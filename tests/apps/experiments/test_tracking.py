@@ -42,7 +42,7 @@ def test_it_says_which_runs_are_refused():
 
 def test_the_same_seed_gives_the_same_rows():
     setting = Setting(64, 1.0, 0.9)
-    run = {"law": stats.lognorm(1.0), "path": np.zeros(20), "setting": setting, "runs": 3}
+    run = {"distribution": stats.lognorm(1.0), "path": np.zeros(20), "setting": setting, "runs": 3}
     first, again = (follow(PrivateQuantile(0.9), rng=np.random.default_rng(1), **run) for _ in range(2))
     assert (first.distance == again.distance).all()
 

@@ -1,4 +1,4 @@
-"""Cases: a model, the shape of its examples, and how many of them are in a batch."""
+"""The cases of the benchmark: a model, the shape of its examples, and a batch size."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,21 +18,21 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class BenchCase:
-    """A model and its batch, of random examples."""
+    """A model and a batch of random examples."""
 
     name: str
     model: Callable[[], nn.Module]
     shape: tuple[int, ...]
-    """Of one example."""
+    """Shape of one example."""
     classes: int
     batch: int
     tokens: bool = False
-    """Whether an example is a row of tokens, each to be told from those before it."""
+    """Whether an example is a sequence of tokens, each predicted from those before it."""
     device: str = "cpu"
-    """The kind of machine that it has the size for."""
+    """The device that the size is meant for."""
 
     def examples(self, count: int, seed: int = 0) -> Batch:
-        """Random inputs [count, *shape] and targets: the same for the same seed."""
+        """Return random inputs [count, *shape] and targets, the same for the same seed."""
         rng = torch.Generator().manual_seed(seed)
         if self.tokens:
             ids = torch.randint(self.classes, (count, *self.shape), generator=rng)
@@ -41,13 +41,13 @@ class BenchCase:
         return inputs, torch.randint(self.classes, (count,), generator=rng)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy of [B, classes] scores, or the mean over positions of that of [B, T, classes]: [B], float32."""
+        """Return the cross entropy of [B, classes] scores, or the mean over positions for [B, T, classes]: [B]."""
         each = F.cross_entropy(outputs.float().flatten(0, -2), targets.flatten(), reduction="none")
         return each.unflatten(0, (len(targets), -1)).mean(1)
 
 
 def gpt2(positions: int, batch: int) -> BenchCase:
-    """The shape of GPT-2 small, with so many positions."""
+    """Return a case of the shape of GPT-2 small, with this many positions."""
     return BenchCase(
         f"gpt2-{positions}",
         partial(models.gpt2, positions),
@@ -77,7 +77,7 @@ CASES = {
 
 
 def chosen(names: Sequence[str], device: torch.device) -> list[BenchCase]:
-    """The cases of these names, or all that are made for this kind of device."""
+    """Return the cases of these names, or all that are sized for this device."""
     for name in names:
         check.choice("case", name, CASES)
     return [case for case in CASES.values() if (case.name in names if names else case.device == device.type)]

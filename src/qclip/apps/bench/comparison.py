@@ -1,9 +1,10 @@
-"""The comparison: every case in every mode, in one process.
+"""The comparison of every case in every mode, in one process.
 
-First each mode is built and warmed up, one after the other, and its memory taken: the most that torch holds of the
-GPU's memory during a step, over what it held before the mode was built. So weights, gradients, activations and CUDA
-graphs count, and what the other modes keep (their weights and graphs; gradients are dropped) does not. Then the modes
-take turns, so that a slow moment of the machine meets all of them, and the time of each is its median over the rounds.
+First each mode is built and warmed up, one after the other, and its memory is measured: the most that torch reserves on
+the GPU during a step, beyond what it had reserved before the mode was built. So weights, gradients, activations and
+CUDA graphs count, and the memory that other modes keep (weights and graphs; gradients are dropped) does not. Then the
+modes take turns, so that a slow moment of the machine affects all of them; the time of each is its median over the
+rounds.
 """
 
 import importlib.metadata
@@ -25,12 +26,12 @@ from qclip.apps.bench.precision import Precision, precision_named
 from qclip.apps.bench.workload import Step, workload
 
 WARM_UP = 4
-"""Steps before anything is measured: proofs, the recording of CUDA graphs, allocator and thread pools."""
+"""Steps before the measurement: proofs, the recording of CUDA graphs, allocator and thread pools."""
 
 
 @dataclass(frozen=True)
 class BenchRow:
-    """One line of the table."""
+    """A case in a mode."""
 
     case: str
     mode: str
@@ -42,21 +43,26 @@ class BenchRow:
     ms_high: float
     """The upper quartile."""
     peak_bytes: int
-    """Most memory in use during a step beyond what was there before it; without CUDA graphs' own on a GPU."""
+    """Peak memory of a step beyond the memory in use before it; without the pools of CUDA graphs on a GPU."""
     reserved_bytes: int | None
-    """On a GPU, the most that torch holds during a step over what it held before the mode was built."""
+    """On a GPU, the most that torch reserves during a step, beyond its reservation before the mode was built."""
     ratio_time: float | None
-    """To the baseline: the faster of the compiled steps that were run, else the plain one, if any could run."""
+    """Ratio to the baseline: the faster of the compiled plain steps that were run, else the plain one, if any ran."""
     ratio_memory: float | None
-    """To the same step: of what is reserved on a GPU, of the peak on a CPU."""
+    """Ratio to the same step: of reserved memory on a GPU, of the peak on a CPU."""
     parameters: int
     compile_seconds: float
-    """The time of the first step: proofs, and compilation where there is one."""
+    """Time of the first step: proofs, and compilation where there is one."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory to compare: reserved on a GPU, the peak on a CPU."""
+        return self.peak_bytes if self.reserved_bytes is None else self.reserved_bytes
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The rows, and a line for each mode that could not run a case."""
+    """The rows of the comparison, and a line for each mode that could not run a case."""
 
     rows: tuple[BenchRow, ...]
     failures: tuple[str, ...]
@@ -64,7 +70,7 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class _Ready:
-    """A mode, warmed up."""
+    """A mode that is built and warmed up."""
 
     name: str
     step: Step
@@ -79,16 +85,16 @@ class _Ready:
 
 
 def device_named(name: str) -> torch.device:
-    """A CPU or GPU of this machine; others have no measure of memory."""
+    """Return a CPU or GPU of this machine, or refuse it; the memory of other devices cannot be measured."""
     if not name.startswith(("cpu", "cuda")):
-        raise check.refuse("device", name, "cpu or cuda", "other devices have no measure of memory")
+        raise check.refuse("device", name, "cpu or cuda", "the memory of other devices cannot be measured")
     if name.startswith("cuda") and not torch.cuda.is_available():
-        raise check.refuse("device", name, "a device of this machine", "torch finds no GPU here; use cpu")
+        raise check.Refusal(f"device = {name!r} was given, but torch finds no GPU here; use cpu")
     return torch.device(name)
 
 
 def describe(device: str, dtype: str = "float32") -> str:
-    """The machine and the versions, for the head of a table."""
+    """Describe the machine and the versions, for the title of a table."""
     gpu = device.startswith("cuda")
     where = torch.cuda.get_device_name(device) if gpu else f"CPU, {torch.get_num_threads()} threads"
     versions = [
@@ -108,10 +114,15 @@ def compare(
     rounds: int = 15,
     say: Say = silent,
 ) -> BenchResult:
-    """Measure every case in every mode; ``say`` is told what is being measured.
+    """Measure every case in every mode.
 
-    cases: names in `CASES`; those made for the device when left out.
-    modes: names in `MODES`; those that suit the case and the machine when left out.
+    Args:
+        device: "cpu", "cuda" or "cuda:1".
+        dtype: A name in `PRECISIONS`.
+        cases: Names in `CASES`; those sized for the device when left out.
+        modes: Names in `MODES`; those that suit the case and the machine when left out.
+        rounds: Rounds in which the modes take turns.
+        say: Called with the progress.
     """
     place, precision = device_named(device), precision_named(dtype)
     check.count("rounds", rounds)
@@ -133,14 +144,14 @@ def _compare_modes(
     say: Say,
     failures: list[str],
 ) -> list[BenchRow]:
-    """The rows of a case; why a mode has none is added to the failures."""
+    """Return the rows of a case; the error of a mode without a row is added to the failures."""
     measure.forget(device)
     ready = []
     for mode in modes:
         say(f"preparing {case.name}, {mode.name}")
         try:
             ready.append(_prepare(mode, case, precision, device))
-        except Exception as error:  # whatever a peer or a compiler raises: the others go on
+        except Exception as error:  # a peer or a compiler may raise anything; the other modes still run
             failures.append(f"{case.name}, {mode.name}: {type(error).__name__}: {_first_line(error)}")
     say(f"timing {case.name}")
     times = measure.take_turns({each.name: each.step for each in ready}, device, rounds)
@@ -158,7 +169,7 @@ def _prepare(mode: Mode, case: BenchCase, precision: Precision, device: torch.de
     compile_seconds = measure.seconds(step, device)
     for _ in range(WARM_UP - 1):
         step()
-    work.drop_gradients()  # those of the step before are no part of this one
+    work.drop_gradients()  # the gradients of the step before do not count
     peak = measure.peak_bytes(step, device)
     work.drop_gradients()
     reserved = measure.most_reserved(step, device) - before if device.type == "cuda" else None
@@ -167,7 +178,7 @@ def _prepare(mode: Mode, case: BenchCase, precision: Precision, device: torch.de
 
 
 def _rows(case: BenchCase, ready: list[_Ready], times: dict[str, list[float]], precision: Precision) -> list[BenchRow]:
-    quartiles = {name: np.percentile(found, (25, 50, 75)).tolist() for name, found in times.items()}
+    quartiles = {name: np.percentile(each, (25, 50, 75)).tolist() for name, each in times.items()}
     base = _baseline(ready, {name: median for name, (_, median, _) in quartiles.items()})
     rows = []
     for each in ready:
@@ -192,7 +203,7 @@ def _rows(case: BenchCase, ready: list[_Ready], times: dict[str, list[float]], p
 
 
 def _baseline(ready: list[_Ready], medians: dict[str, float]) -> _Ready | None:
-    """The faster of the compiled steps, else the plain one."""
-    found = [each for each in ready if each.name in BASELINES]
-    compiled = [each for each in found if each.name != "plain"]
-    return min(compiled or found, key=lambda each: medians[each.name], default=None)
+    """Return the faster of the compiled plain steps, else the plain one."""
+    baselines = [each for each in ready if each.name in BASELINES]
+    compiled = [each for each in baselines if each.name != "plain"]
+    return min(compiled or baselines, key=lambda each: medians[each.name], default=None)

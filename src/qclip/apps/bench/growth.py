@@ -1,4 +1,4 @@
-"""Growth: how the time of a step of a small transformer grows with batch, depth, width and length.
+"""The growth of a step's time with batch, depth, width and length, for a small transformer.
 
 One factor at a time is changed; the others stay at the base. The exponent is the slope of a least-squares line
 through the points on logarithmic axes: 1 where time is proportional to the factor.
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 ALPHABET = 1024
 GROWTH_MODES = {"cpu": ("plain", "qclip"), "cuda": ("compiled", "qclip compiled")}
-"""Compiled on a GPU; for a CPU compiling every shape takes many minutes, and changes little."""
+"""Compiled on a GPU. On a CPU, compiling every shape takes many minutes and changes little."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a transformer and its batch."""
+    """The size of a transformer and of its batch."""
 
     batch: int
     layers: int
@@ -41,7 +41,7 @@ class Shape:
     positions: int
 
     def case(self) -> BenchCase:
-        """A language model of this shape."""
+        """Return the case of a language model of this shape."""
         heads = max(1, self.width // 64)
         model = partial(CausalTransformer, ALPHABET, self.positions, width=self.width, layers=self.layers, heads=heads)
         return BenchCase(f"{self}", model, shape=(self.positions,), classes=ALPHABET, batch=self.batch, tokens=True)
@@ -49,13 +49,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A base, and the values that each factor takes in turn."""
+    """A base shape, and the values that each factor takes in turn."""
 
     base: Shape
     values: Mapping[str, Sequence[int]]
 
     def shapes(self) -> dict[tuple[str, int], Shape]:
-        """(factor, value) to the shape that has it."""
+        """Return the shape of each (factor, value)."""
         return {
             (factor, value): replace(self.base, **{factor: value})
             for factor, values in self.values.items()
@@ -73,7 +73,7 @@ SWEEPS = {
             "positions": (32, 64, 128, 256),
         },
     ),
-    # Large enough that the GPU, not the launching of its kernels, takes the time.
+    # Large enough that the time is spent in kernels, not in launching them.
     "cuda": Sweep(
         Shape(batch=32, layers=2, width=1024, positions=256),
         {
@@ -98,27 +98,24 @@ class GrowthRow:
 
 @dataclass(frozen=True)
 class Growth:
-    """The rows, and the exponent of each factor in each mode."""
+    """The rows of the measurement, with the exponent of each factor in each mode."""
 
     rows: tuple[GrowthRow, ...]
 
     @property
     def exponents(self) -> dict[tuple[str, str], float]:
-        """(factor, mode) to the slope of the line through its points, both logarithmic."""
-        found = {}
-        for factor, mode in dict.fromkeys((row.factor, row.mode) for row in self.rows):
-            values, times = self.line(factor, mode)
-            found[factor, mode] = slope(values, times)
-        return found
+        """The exponent of each (factor, mode)."""
+        lines = dict.fromkeys((row.factor, row.mode) for row in self.rows)
+        return {(factor, mode): slope(*self.line(factor, mode)) for factor, mode in lines}
 
     def line(self, factor: str, mode: str) -> tuple[list[int], list[float]]:
-        """Values of the factor, and the milliseconds at each."""
+        """Return the values of the factor, and the milliseconds at each."""
         rows = [row for row in self.rows if (row.factor, row.mode) == (factor, mode)]
         return [row.value for row in rows], [row.ms for row in rows]
 
 
 def slope(values: Sequence[float], times: Sequence[float]) -> float:
-    """The exponent b of the least-squares fit ``times = a values^b`` in logarithms.
+    """Return the exponent b of the least-squares fit ``times = a values^b`` in logarithms.
 
     >>> round(slope([1, 2, 4], [3, 12, 48]), 6)
     2.0
@@ -135,9 +132,15 @@ def measure_growth(
     sweep: Sweep | None = None,
     say: Say = silent,
 ) -> Growth:
-    """Time a step at every value of every factor; the median over the rounds, in which the modes take turns.
+    """Measure the median time of a step at every value of every factor.
 
-    modes: names in `MODES`; the plain and the private step when left out, compiled on a GPU.
+    Args:
+        device: "cpu", "cuda" or "cuda:1".
+        dtype: A name in `PRECISIONS`.
+        modes: Names in `MODES`; the plain and the private step when left out, compiled on a GPU.
+        rounds: Rounds in which the modes take turns.
+        sweep: The shapes; those of `SWEEPS` for the device when left out.
+        say: Called with the progress.
     """
     place, precision = device_named(device), precision_named(dtype)
     check.count("rounds", rounds)
@@ -168,20 +171,22 @@ def _times(
     return {name: median(each) for name, each in measure.take_turns(steps, device, rounds).items()}
 
 
-def figure(found: Growth) -> "Figure":
-    """Time against each factor, logarithmic, a panel each; the legend gives the exponents."""
+def figure(growth: Growth) -> "Figure":
+    """Draw the time against each factor, a logarithmic panel each; the legend gives the exponents."""
     from qclip.apps.report.style import label, new_figure
 
-    factors = list(dict.fromkeys(row.factor for row in found.rows))
-    times = [row.ms for row in found.rows]
+    factors = list(dict.fromkeys(row.factor for row in growth.rows))
+    times = [row.ms for row in growth.rows]
     drawn, axes = new_figure(len(factors), width=3.1 * len(factors), height=3.0)
     for ax, factor in zip(axes, factors, strict=True):
-        for (name, mode), exponent in found.exponents.items():
+        for (name, mode), exponent in growth.exponents.items():
             if name == factor:
-                ax.loglog(*found.line(factor, mode), "o-", markersize=3, linewidth=1.2, label=f"{mode}: {exponent:.2f}")
-        values = sorted({row.value for row in found.rows if row.factor == factor})
+                ax.loglog(
+                    *growth.line(factor, mode), "o-", markersize=3, linewidth=1.2, label=f"{mode}: {exponent:.2f}"
+                )
+        values = sorted({row.value for row in growth.rows if row.factor == factor})
         ax.set_xticks(values, [str(value) for value in values])
         ax.minorticks_off()
-        ax.set_ylim(0.8 * min(times), 1.5 * max(times))  # one scale for all, and room for the legend
+        ax.set_ylim(0.8 * min(times), 1.5 * max(times))  # one scale for all, with space for the legend
         label(ax, factor, "ms per step" if ax is axes[0] else "")
     return drawn

@@ -1,4 +1,4 @@
-"""Large models: the largest batch that fits a GPU, with every block's activations recomputed, and the speed there."""
+"""The largest batch of a large model that fits a GPU, with activation checkpointing, and its speed."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,19 +23,19 @@ LARGE_MODES = ("compiled", "qclip compiled", "qclip per-layer compiled")
 
 
 class Recomputed(nn.Module):
-    """A module whose activations are not kept for the backward pass but computed again there."""
+    """A module whose activations are recomputed in the backward pass."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, *inputs: Any) -> Tensor:
-        """What the module says."""
+        """Return the output of the module."""
         return checkpoint(self.module, *inputs, use_reentrant=False)
 
 
 def recomputed_gpt2(positions: int, layers: int, width: int, heads: int) -> nn.Module:
-    """The shape of GPT-2 with every block recomputed."""
+    """Return a model of the shape of GPT-2 with every block recomputed."""
     model = models.gpt2(positions, layers=layers, width=width, heads=heads)
     blocks: Any = model.blocks
     for k, block in enumerate(blocks):
@@ -53,34 +53,34 @@ LARGE_CASES = {case.name: case for case in (_gpt2("gpt2-medium", 24, 1024, 16), 
 
 @dataclass(frozen=True)
 class LargeRow:
-    """A mode at the largest batch that fits."""
+    """The largest batch of a mode that fits."""
 
     case: str
     mode: str
     dtype: str
     batch: int
-    """0 where not even the first one fits."""
+    """0 where no batch fits."""
     examples_per_second: float
     reserved_bytes: int
-    """The most that torch held during a step."""
+    """The most memory that torch reserved during a step."""
     limit: str
-    """What ended the search: "memory" or "time"."""
+    """The limit that ended the search: "memory" or "time"."""
     parameters: int
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A batch that fitted."""
+    """A batch that fits."""
 
     batch: int
     seconds: float
-    """Of a step."""
+    """Time of a step."""
     reserved_bytes: int
 
 
 @dataclass(frozen=True)
 class Search:
-    """The largest batch found, None where none fitted, and what ended the search."""
+    """The largest batch that fits (None without one), and the limit that ended the search."""
 
     best: Attempt | None
     limit: str
@@ -89,18 +89,23 @@ class Search:
 def largest_batch(
     attempt: Callable[[int], Attempt | None], capacity: int, *, start: int = 1, deadline: float = float("inf")
 ) -> Search:
-    """Double the batch until it does not fit (None), then try the step between; halve it where the first does not fit.
+    """Search the largest batch: double it until it does not fit, then try the middle; halve a first batch that fails.
 
-    Memory grows no faster than the batch, so doublings that are sure to fit into ``capacity`` bytes are left out. No
-    attempt is begun after the deadline (of ``time.monotonic``).
+    Memory grows no faster than the batch, so doublings that are sure to fit are skipped.
+
+    Args:
+        attempt: Tries a batch; returns None where it does not fit.
+        capacity: Memory of the device, in bytes.
+        start: The first batch.
+        deadline: Time (of ``time.monotonic``) after which no attempt begins.
     """
     best, too_large, batch = None, None, start
     while time.monotonic() < deadline:
-        found = attempt(batch)
-        if found is None:
+        fitting = attempt(batch)
+        if fitting is None:
             too_large = batch
         else:
-            best = found
+            best = fitting
         batch = _next(best, too_large, capacity)
         if batch == 0:
             return Search(best, "memory")
@@ -108,7 +113,7 @@ def largest_batch(
 
 
 def _next(best: Attempt | None, too_large: int | None, capacity: int) -> int:
-    """What to try after these; 0 to stop, once what does not fit is less than twice what does."""
+    """Return the next batch to try; 0 once the smallest failure is less than twice the largest success."""
     if best is None:
         return 0 if too_large is None else too_large // 2
     if too_large is None:
@@ -129,13 +134,20 @@ def measure_large(
     start: int = 8,
     say: Say = silent,
 ) -> list[LargeRow]:
-    """The largest batch and its speed, for each case and mode; the time is shared between them equally.
+    """Find the largest batch and its speed, for each case and mode.
 
-    cases: names in `LARGE_CASES`; the first when left out. modes: names in `MODES`; `LARGE_MODES` when left out.
+    Args:
+        device: "cuda" or "cuda:1".
+        dtype: A name in `PRECISIONS`.
+        cases: Names in `LARGE_CASES`; the first when left out.
+        modes: Names in `MODES`; `LARGE_MODES` when left out.
+        budget_seconds: Time of all searches together, shared equally.
+        start: The first batch to try.
+        say: Called with the progress.
     """
     place, precision = device_named(device), precision_named(dtype)
     if place.type != "cuda":
-        raise check.refuse("device", device, "cuda", "a CPU has no memory of its own to fill; run it on a GPU")
+        raise check.refuse("device", device, "cuda", "a CPU has no memory of its own; run it on a GPU")
     chosen = [LARGE_CASES[check.choice("case", name, LARGE_CASES)] for name in cases or [*LARGE_CASES][:1]]
     names = [check.choice("mode", name, MODES) for name in modes or LARGE_MODES]
     share = check.positive("budget_seconds", budget_seconds) / (len(chosen) * len(names))
@@ -164,7 +176,7 @@ def _row(case: BenchCase, mode: str, dtype: str, search: Search, parameters: int
 
 
 def try_batch(case: BenchCase, mode: str, precision: Precision, device: torch.device) -> Attempt | None:
-    """Build the mode and take some steps; None where the memory does not suffice."""
+    """Build the mode and take some steps; None where it runs out of memory."""
     measure.forget(device)
     try:
         step = MODES[mode].make(workload(case, precision, device))

@@ -1,4 +1,4 @@
-"""Measures of a step: its time, and its memory."""
+"""The time and the memory of a step."""
 
 import gc
 import os
@@ -12,20 +12,20 @@ import torch
 from qclip.apps.bench.workload import Step
 
 Say = Callable[[str], object]
-"""Is told what is being measured."""
+"""A function that shows the progress."""
 STEPS_PER_MEASUREMENT = {"cpu": 1, "cuda": 5}
-"""On a GPU several in a row: one is prepared while the one before it runs."""
+"""On a GPU several in a row: the CPU launches one while the GPU runs the one before."""
 
 
 def silent(_: str) -> None:
-    """Says nothing."""
+    """Show nothing."""
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without warnings (Opacus's about its own hooks, the compiler's about precision), but for one that is an error.
+    """Silence warnings (Opacus's about its own hooks, the compiler's about precision), except one.
 
-    A step that is to be compiled and is not must not pass for one that is.
+    The warning that a step was not compiled is an error: an eager step must not be reported as a compiled one.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -34,7 +34,7 @@ def quietly() -> Iterator[None]:
 
 
 def take_turns(steps: Mapping[str, Step], device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """The milliseconds of each step in each round."""
+    """Return the milliseconds of each step in each round."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
@@ -43,7 +43,7 @@ def take_turns(steps: Mapping[str, Step], device: torch.device, rounds: int) -> 
 
 
 def seconds(step: Step, device: torch.device, repeats: int = 1) -> float:
-    """The time of a step, the mean of so many in a row."""
+    """Return the time of a step, as the mean over ``repeats`` in a row."""
     wait(device)
     start = time.perf_counter()
     for _ in range(repeats):
@@ -53,19 +53,19 @@ def seconds(step: Step, device: torch.device, repeats: int = 1) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was asked to."""
+    """Wait until the device has finished."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def forget(device: torch.device) -> None:
-    """Let go of compiled code and of memory that nothing uses."""
+    """Drop compiled code and release unused memory."""
     torch.compiler.reset()
     release_unused(device)
 
 
 def release_unused(device: torch.device) -> None:
-    """Give back what is free."""
+    """Release unused memory."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -73,7 +73,7 @@ def release_unused(device: torch.device) -> None:
 
 
 def reserved_now(device: torch.device) -> int:
-    """What torch holds of a GPU's memory, CUDA graphs included, after giving back what is free; 0 on a CPU."""
+    """Return the GPU memory that torch reserves, CUDA graphs included, after releasing unused memory; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     release_unused(device)
@@ -81,7 +81,7 @@ def reserved_now(device: torch.device) -> int:
 
 
 def most_reserved(step: Step, device: torch.device) -> int:
-    """The most that torch holds of a GPU's memory during a step; 0 on a CPU."""
+    """Return the most GPU memory that torch reserves during a step; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     release_unused(device)
@@ -92,9 +92,9 @@ def most_reserved(step: Step, device: torch.device) -> int:
 
 
 def peak_bytes(step: Step, device: torch.device) -> int:
-    """The most memory a step has in use beyond what was there before it.
+    """Return the peak memory of a step beyond the memory in use before it.
 
-    On a GPU what lies in the memory of CUDA graphs is not seen: `most_reserved` sees it.
+    On a GPU the memory pools of CUDA graphs do not count; they do in `most_reserved`.
     """
     release_unused(device)
     if device.type == "cuda":
@@ -103,7 +103,7 @@ def peak_bytes(step: Step, device: torch.device) -> int:
         step()
         wait(device)
         return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes to stderr
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step()
     used = peak = 0

@@ -1,4 +1,4 @@
-"""The models that are timed: the shapes that private training is usually compared on, built from plain layers."""
+"""The models of the benchmark: the usual shapes of comparisons of private training, built from plain layers."""
 
 import torch
 from torch import Tensor, nn
@@ -7,17 +7,17 @@ from qclip.apps.data.models import Block, CausalTransformer
 
 
 def transformer() -> nn.Module:
-    """A small causal language model: 4 layers of width 128."""
+    """Return a small causal language model: 4 layers of width 128."""
     return CausalTransformer(alphabet=1000, positions=64, width=128, layers=4)
 
 
 def gpt2(positions: int, *, layers: int = 12, width: int = 768, heads: int = 12) -> nn.Module:
-    """The shape of GPT-2, of its small version when nothing is said; the head has weights of its own."""
+    """Return a model of the shape of GPT-2, small by default; the head has weights of its own."""
     return CausalTransformer(alphabet=50257, positions=positions, width=width, layers=layers, heads=heads)
 
 
 class VisionTransformer(nn.Module):
-    """Images in square patches, blocks that attend to everything, and the mean over positions: ViT-B/16 by default."""
+    """A vision transformer with mean pooling over the patches: ViT-B/16 by default."""
 
     def __init__(
         self,
@@ -37,9 +37,9 @@ class VisionTransformer(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """[B, 3, side, side] to [B, classes]."""
+        """Return the scores, [B, classes], of images [B, 3, side, side]."""
         x = self.patches(images).flatten(2).transpose(1, 2)
-        # One row of positions per example: Opacus, which it is timed against, needs it.
+        # One row of positions per example: Opacus, which the benchmarks compare with, needs it.
         positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]).contiguous()
         x = x + self.positions(positions)
         for block in self.blocks:
@@ -48,7 +48,7 @@ class VisionTransformer(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """Two 3 x 3 convolutions, each after group norm and ReLU, beside a shortcut."""
+    """A residual block of two 3 x 3 convolutions, each after group norm and ReLU."""
 
     def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
@@ -58,14 +58,14 @@ class WideBlock(nn.Module):
         self.shortcut = None if channels == out else nn.Conv2d(channels, out, 1, stride=stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, channels, height, width] to [B, out, height / stride, width / stride]."""
+        """Return the output, [B, out, height / stride, width / stride], of x [B, channels, height, width]."""
         h = self.first_norm(x).relu()
         beside = x if self.shortcut is None else self.shortcut(h)
         return self.second(self.second_norm(self.first(h)).relu()) + beside
 
 
 def wide_resnet(*, depth: int = 16, widen: int = 4, classes: int = 10) -> nn.Module:
-    """A wide residual network with group norm, for 32 x 32 images: WRN-16-4 by default."""
+    """Return a wide residual network with group norm, for 32 x 32 images: WRN-16-4 by default."""
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False)]
     channels = 16
     for out, stride in ((16 * widen, 1), (32 * widen, 2), (64 * widen, 2)):
@@ -77,7 +77,7 @@ def wide_resnet(*, depth: int = 16, widen: int = 4, classes: int = 10) -> nn.Mod
 
 
 def convolutions(width: int = 32) -> nn.Module:
-    """A small plain stack of 3 x 3 convolutions with group norm, for 32 x 32 images."""
+    """Return a small stack of 3 x 3 convolutions with group norm, for 32 x 32 images."""
     layers: list[nn.Module] = []
     channels = 3
     for k, out in enumerate((width, width, 2 * width, 2 * width, 4 * width)):
@@ -91,6 +91,6 @@ def convolutions(width: int = 32) -> nn.Module:
 
 
 def mlp(hidden: int) -> nn.Module:
-    """784-hidden-hidden-10."""
+    """Return a perceptron of widths 784, hidden, hidden and 10, with ReLU."""
     first, second, head = nn.Linear(784, hidden), nn.Linear(hidden, hidden), nn.Linear(hidden, 10)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), head)

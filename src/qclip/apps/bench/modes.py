@@ -1,6 +1,6 @@
-"""Modes: the ways to take one training step. Each includes forward pass, backward pass and the SGD update.
+"""The modes of a training step. Each includes the forward pass, the backward pass and the SGD update.
 
-Private ones also clip, add noise by `qclip.training.noise.release` and divide by the batch size.
+Private modes also clip, add noise by `qclip.training.noise.release` and divide by the batch size.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ from qclip.training.noise import NoiseSource
 
 
 def plain(workload: Workload, compile_mode: str | None = None) -> Step:
-    """Ordinary training; compiled, where a mode of ``torch.compile`` is given."""
+    """Return a step of ordinary training; compiled, where a mode of ``torch.compile`` is given."""
     optimizer = workload.optimizer()
 
     def mean_loss(batch: Batch) -> Tensor:
@@ -32,7 +32,7 @@ def plain(workload: Workload, compile_mode: str | None = None) -> Step:
 
     def step() -> None:
         if compile_mode == "reduce-overhead":
-            torch.compiler.cudagraph_mark_step_begin()  # what the last step left in the graphs' memory may go
+            torch.compiler.cudagraph_mark_step_begin()  # the outputs of the last step may be overwritten
         optimizer.zero_grad()
         compute(workload.batch).backward()
         optimizer.step()
@@ -43,7 +43,7 @@ def plain(workload: Workload, compile_mode: str | None = None) -> Step:
 def qclip(
     workload: Workload, compile_mode: str | None = None, groups: str = "flat", costs: CostModel | None = None
 ) -> Step:
-    """Clipped by the engine; compiled, where a mode of `qclip.engine.compiled.driver.Compiled` is given."""
+    """Return a step clipped by the engine; compiled, where a mode of `Compiled` is given."""
     optimizer = workload.optimizer()
     engine = Engine(workload.model, groups=groups, costs=costs)
     # As in a private run, which does not wait for the device before the end of a logical batch.
@@ -69,19 +69,19 @@ def qclip(
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to take a step."""
+    """A named way to take a training step."""
 
     name: str
     make: Callable[[Workload], Step]
     device: str | None = None
-    """The only kind of device that it runs on, if there is one."""
+    """The only kind of device that the mode runs on; None for any."""
     package: str | None = None
-    """What must be installed for it."""
+    """The package that the mode needs."""
     cases: tuple[str, ...] = ()
-    """The cases it is meant for, if not all; asked for by name, it runs on any."""
+    """The cases that the mode is meant for, if not all; chosen by name, it runs on any."""
 
     def runs_on(self, device: torch.device) -> bool:
-        """Whether this machine has what it takes."""
+        """Return whether this machine can run the mode."""
         installed = self.package is None or importlib.util.find_spec(self.package) is not None
         return installed and self.device in (None, device.type)
 
@@ -110,7 +110,7 @@ BASELINES = ("plain", "compiled", "compiled graphs")
 
 
 def chosen(names: Sequence[str], case: BenchCase, device: torch.device) -> list[Mode]:
-    """The modes of these names, or all that suit the case and the machine.
+    """Return the modes of these names, or all that suit the case and the machine.
 
     The plain step is added where no baseline is among the names.
     """
@@ -118,8 +118,8 @@ def chosen(names: Sequence[str], case: BenchCase, device: torch.device) -> list[
     for name in names:
         check.choice("mode", name, MODES)
         if name not in possible:
-            remedy = f"it needs {MODES[name].package or MODES[name].device}; leave it out"
-            raise check.refuse("mode", name, "one that this machine can run", remedy)
+            needed = MODES[name].package or MODES[name].device
+            raise check.Refusal(f"mode = {name!r} cannot run on this machine: it needs {needed}; leave it out")
     suited = [name for name in possible if not MODES[name].cases or case.name in MODES[name].cases]
     wanted = [*names] if names else suited
     if not {*wanted}.intersection(BASELINES):

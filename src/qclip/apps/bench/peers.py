@@ -1,4 +1,4 @@
-"""Peers: the same step as other libraries take it."""
+"""The same step in other libraries."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from qclip.apps.bench.workload import CLIP_NORM, NOISE_MULTIPLIER, Step, Workloa
 
 
 def opacus_hooks(workload: Workload) -> Step:
-    """Opacus with per-example gradients."""
+    """Return a step of Opacus with per-example gradients."""
     from opacus.grad_sample import GradSampleModule
     from opacus.optimizers import DPOptimizer
 
@@ -25,7 +25,7 @@ def opacus_hooks(workload: Workload) -> Step:
 
 
 def opacus_ghost(workload: Workload) -> Step:
-    """Opacus with ghost clipping: norms first, then a second backward pass."""
+    """Return a step of Opacus with ghost clipping: norms first, then a second backward pass."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
     from opacus.optimizers import DPOptimizerFastGradientClipping
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
@@ -56,7 +56,7 @@ def _settings(workload: Workload) -> dict[str, Any]:
 
 
 class _Criterion(nn.Module):
-    """Opacus's ghost clipping reads and sets the reduction of its loss."""
+    """A loss with a settable reduction, which Opacus's ghost clipping needs."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()

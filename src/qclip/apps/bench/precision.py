@@ -1,4 +1,4 @@
-"""Precisions: what numbers a step computes with."""
+"""The precisions of a step."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,29 +12,29 @@ from qclip.engine.torch_settings import fp32_precision
 
 @dataclass(frozen=True)
 class Precision:
-    """The type of the parameters and floating-point inputs, and what products of them are computed in."""
+    """The dtype of parameters and floating-point inputs, and the precision of their products."""
 
     name: str
     dtype: torch.dtype = torch.float32
     tf32: bool | None = None
-    """Whether a GPU may round float32 factors to 10 bits; None leaves torch's settings as they are."""
+    """Whether a GPU may use TF32 for float32 products; None leaves torch's settings unchanged."""
     mixed: bool = False
     """Whether forward pass and loss run under bfloat16 autocast."""
 
     def model(self, model: nn.Module, device: torch.device) -> nn.Module:
-        """The model, moved and converted."""
+        """Move and convert the model."""
         return model.to(device, self.dtype)
 
     def place(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Inputs or targets, moved, and converted where they are floating-point numbers."""
+        """Move inputs or targets, and convert floating-point ones."""
         return tensor.to(device, self.dtype if tensor.is_floating_point() else None)
 
     def autocast(self, device: torch.device) -> torch.autocast:
-        """Around forward pass and loss."""
+        """Return the autocast context of forward pass and loss."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.mixed)
 
     def settings(self) -> AbstractContextManager[None]:
-        """Torch's settings for float32 products, and then as they were."""
+        """Return a context with torch's settings for float32 products, which are restored at its end."""
         return nullcontext() if self.tf32 is None else fp32_precision("tf32" if self.tf32 else "ieee")
 
 
@@ -50,5 +50,5 @@ PRECISIONS = {
 
 
 def precision_named(name: str) -> Precision:
-    """One of `PRECISIONS`."""
+    """Return one of `PRECISIONS` by its name, or refuse it."""
     return PRECISIONS[check.choice("dtype", name, PRECISIONS)]

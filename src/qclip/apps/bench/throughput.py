@@ -1,8 +1,8 @@
-"""Throughput: examples per second of a whole training loop, plain and private.
+"""The throughput of whole training loops, plain and private, in examples per second.
 
 The plain loop reads batches of one size from a torch DataLoader and takes compiled steps. The private one is that of
-`make_private(compile=True)`: Poisson sampling, physical batches and their padding, clipping, noise, the private
-threshold and its counts, accounting and the optimizer are all in its time. The loops take turns.
+`make_private(compile=True)`: its time includes Poisson sampling, physical batches and their padding, clipping, noise,
+the private threshold and its counts, accounting and the optimizer. The loops take turns.
 """
 
 import itertools
@@ -28,31 +28,31 @@ from qclip.training.make import make_private
 THROUGHPUT_CASES = {"cpu": ("transformer", "cnn-28"), "cuda": ("gpt2-128",)}
 EXPECTED_BATCH = 256
 PLANNED_STEPS = 10_000
-"""The length of the run that the measured steps begin: accounting costs what it costs in a run of this length."""
+"""The planned length of the measured run, which determines the cost of its accounting."""
 EXAMPLES_OVER_BATCH = 16
 WARM_UP = 3
 
 
 @dataclass(frozen=True)
 class ThroughputRow:
-    """A training loop."""
+    """The throughput of a training loop."""
 
     case: str
     mode: str
     dtype: str
     batch_size: int
-    """Of every plain step; the expected one of private steps."""
+    """Batch size of plain steps; the expected one of private steps."""
     examples_per_second: float
-    """Examples drawn, over seconds; the median over rounds."""
+    """Examples drawn per second; the median over rounds."""
     ratio: float
-    """To the plain loop."""
+    """Ratio to the plain loop."""
     padding: float
-    """Slots computed over examples drawn."""
+    """Slots computed per example drawn."""
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What one update has taken in."""
+    """The examples and slots of one update."""
 
     examples: int
     slots: int
@@ -69,7 +69,18 @@ def measure_throughput(
     compiled: bool = True,
     say: Say = silent,
 ) -> list[ThroughputRow]:
-    """Measure the plain and the private loop of each case; ``compiled=False`` leaves both eager."""
+    """Measure the plain and the private loop of each case.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:1".
+        dtype: A name in `PRECISIONS`.
+        cases: Names in `CASES`; `THROUGHPUT_CASES` when left out.
+        batch_size: Expected batch size.
+        rounds: Rounds in which the loops take turns.
+        steps_per_round: Updates of each loop in a round.
+        compiled: Whether both loops are compiled.
+        say: Called with the progress.
+    """
     place, precision = device_named(device), precision_named(dtype)
     check.count("rounds", rounds)
     names = [check.choice("case", name, CASES) for name in cases or THROUGHPUT_CASES[place.type]]
@@ -109,7 +120,7 @@ def _measure(
             seconds, updates = _advance(loop, steps_per_round, device)
             rates[name].append(sum(update.examples for update in updates) / seconds)
             taken[name] += updates
-    speed = {name: median(found) for name, found in rates.items()}
+    speed = {name: median(each) for name, each in rates.items()}
     return [
         ThroughputRow(
             case=case.name,
@@ -125,7 +136,7 @@ def _measure(
 
 
 def _advance(loop: Iterator[Taken], updates: int, device: torch.device) -> tuple[float, list[Taken]]:
-    """Seconds, and what each update took in."""
+    """Run some updates; return the seconds, and the examples and slots of each update."""
     measure.wait(device)
     start = time.perf_counter()
     taken = list(itertools.islice(loop, updates))
@@ -134,7 +145,7 @@ def _advance(loop: Iterator[Taken], updates: int, device: torch.device) -> tuple
 
 
 def plain_loop(work: Workload, dataset: TensorDataset, *, compiled: bool) -> Iterator[Taken]:
-    """Ordinary training, without end: shuffled batches of one size, each read by one indexing per tensor."""
+    """Train without privacy and without end, on shuffled batches of one size, read by one indexing per tensor."""
     optimizer = work.optimizer()
 
     def mean_loss(batch: Batch) -> Tensor:
@@ -151,7 +162,7 @@ def plain_loop(work: Workload, dataset: TensorDataset, *, compiled: bool) -> Ite
 
 
 def private_loop(work: Workload, dataset: TensorDataset, *, compiled: bool) -> Iterator[Taken]:
-    """Private training with the default threshold, as long as is planned; epsilon is asked for after every update."""
+    """Train privately with the default threshold, to the end of the plan; epsilon is computed after every update."""
     widest = 0
 
     def losses(model: nn.Module, batch: Batch) -> Tensor:

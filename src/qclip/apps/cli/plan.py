@@ -155,32 +155,32 @@ class PlanCommand:
         steps, noise = training.num_steps, training.noise_multiplier
         return replace(theory.plan(assumptions, steps=steps, noise_multiplier=noise, **public), privacy=privacy)
 
-    def _private(self, training: "TrainingPlan | None", found: theory.Plan | None) -> "PrivatePlan":
+    def _private(self, training: "TrainingPlan | None", best: theory.Plan | None) -> "PrivatePlan":
         from qclip.training.plan import plan_private
 
         if training is None:  # the target determines the number of steps, and with it the noise
-            assert found is not None
-            noise = found.noise_multiplier
-            training = self._training(epochs=None, steps=found.steps, epsilon=None, noise_multiplier=noise)
+            assert best is not None
+            noise = best.noise_multiplier
+            training = self._training(epochs=None, steps=best.steps, epsilon=None, noise_multiplier=noise)
             training = replace(training, epsilon=self.epsilon)
-        p = self.p if self.p is not None else found.p if found is not None else 0.7
+        p = self.p if self.p is not None else best.p if best is not None else 0.7
         return plan_private(training, p=p, num_groups=1 if self.groups is None else self.groups, dim=self.dim)
 
 
-def _theory_json(found: theory.Plan, coupled: theory.CoupledPlan, moves: list[theory.Move]) -> dict[str, Any]:
+def _theory_json(best: theory.Plan, coupled: theory.CoupledPlan, moves: list[theory.Move]) -> dict[str, Any]:
     return {
-        "steps": found.steps,
-        "step_size": found.gamma,
-        "max_step": found.max_step,
-        "quantile": found.p,
-        "batch_size": found.batch_size,
-        "noise_multiplier": found.noise_multiplier,
-        "dim": found.dim,
-        "sampling": found.sampling,
-        "assumptions": asdict(found.assumptions),
-        "privacy": asdict(found.privacy) if found.privacy else None,
-        "bound": {**asdict(found.bound), "total": found.bound.total, "dominant": found.bound.dominant},
-        "bound_one_run": found.bound.one_run(),
+        "steps": best.steps,
+        "step_size": best.gamma,
+        "max_step": best.max_step,
+        "quantile": best.p,
+        "batch_size": best.batch_size,
+        "noise_multiplier": best.noise_multiplier,
+        "dim": best.dim,
+        "sampling": best.sampling,
+        "assumptions": asdict(best.assumptions),
+        "privacy": asdict(best.privacy) if best.privacy else None,
+        "bound": {**asdict(best.bound), "total": best.bound.total, "dominant": best.bound.dominant},
+        "bound_one_run": best.bound.one_run(),
         "unknown_horizon": {**asdict(coupled), "bound": coupled.bound.total, "constant_p": coupled.constant_p},
         "moves": [asdict(move) for move in moves],
     }

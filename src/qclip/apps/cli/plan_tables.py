@@ -80,32 +80,32 @@ def _call(plan: PrivatePlan) -> str:
     )
 
 
-def print_theory(console: Console, found: theory.Plan, coupled: theory.CoupledPlan, moves: list[theory.Move]) -> None:
+def print_theory(console: Console, best: theory.Plan, coupled: theory.CoupledPlan, moves: list[theory.Move]) -> None:
     """Print the plan of the bound: step size and quantile, their guarantee, and the reasons."""
-    _print_choice(console, found)
-    _print_terms(console, found.bound)
+    _print_choice(console, best)
+    _print_terms(console, best.bound)
     motion = Table(title="How the optimum moves", title_justify="left")
     for column in ("with", "step size x", "clipped fraction x", "bound x"):
         motion.add_column(column, justify="left" if column == "with" else "right")
     for move in moves:
         motion.add_row(move.change, f"{move.step_size:.2f}", f"{move.clipped_fraction:.2f}", f"{move.bound:.2f}")
     console.print(motion)
-    for line in _reasoning(found):
+    for line in _reasoning(best):
         console.print(f"- {line}", highlight=False)
     console.print("- For an unknown number of steps:", highlight=False)
-    console.print(f"  {_schedules(found, coupled)}", highlight=False)
+    console.print(f"  {_schedules(best, coupled)}", highlight=False)
 
 
-def _print_choice(console: Console, found: theory.Plan) -> None:
-    bound = found.bound
+def _print_choice(console: Console, best: theory.Plan) -> None:
+    bound = best.bound
     table = Table(title="The plan", show_header=False, title_justify="left")
-    table.add_row("steps T", f"{found.steps:,}")
-    table.add_row("step size gamma", f"{found.gamma:.4g}   (the theorem holds below {found.max_step:.4g})")
-    table.add_row("quantile p", f"{found.p:.6g}   ({1 - found.p:.3g} of the examples clipped)")
+    table.add_row("steps T", f"{best.steps:,}")
+    table.add_row("step size gamma", f"{best.gamma:.4g}   (the theorem holds below {best.max_step:.4g})")
+    table.add_row("quantile p", f"{best.p:.6g}   ({1 - best.p:.3g} of the examples clipped)")
     table.add_row("beta, c", f"{bound.beta:.3g}, {bound.c:.3g}   (they follow)")
-    if found.noise_multiplier:
-        table.add_row("noise multiplier z", f"{found.noise_multiplier:.4g}   (std z tau on the clipped sum)")
-        table.add_row("batch size, dimension", f"{found.batch_size:g}, {found.dim:,}   ({found.sampling} sampling)")
+    if best.noise_multiplier:
+        table.add_row("noise multiplier z", f"{best.noise_multiplier:.4g}   (std z tau on the clipped sum)")
+        table.add_row("batch size, dimension", f"{best.batch_size:g}, {best.dim:,}   ({best.sampling} sampling)")
     console.print(table)
 
 
@@ -120,35 +120,35 @@ def _print_terms(console: Console, bound: theory.Bound) -> None:
     console.print(terms)
 
 
-def _reasoning(found: theory.Plan) -> list[str]:
-    share = getattr(found.bound, found.bound.dominant) / found.bound.total
-    name = found.bound.dominant
+def _reasoning(best: theory.Plan) -> list[str]:
+    share = getattr(best.bound, best.bound.dominant) / best.bound.total
+    name = best.bound.dominant
     lines = [
         f"The {name} term dominates." if share > 0.5 else f"The terms are balanced; the {name} term is the largest."
     ]
-    if found.at_edge:
+    if best.at_edge:
         lines.append(
             "The bound favours no clipping: p is at its limit, one clipped example in the whole run. Clipping pays off "
             "for heavier tails (q < 2) over longer runs, and for privacy."
         )
-    elif found.noise_multiplier:
+    elif best.noise_multiplier:
         lines.append(
             "Clipping more (a smaller p) lowers the threshold and with it the noise; clipping less lowers the bias. p "
             "balances the two. Keep p constant: with p -> 1 the threshold and the noise would grow."
         )
     else:
         lines.append("Clipping more lowers the variance of heavy tails, clipping less the bias; p balances the two.")
-    if found.privacy:
+    if best.privacy:
         lines.append(
             "At a fixed budget the noise grows with the steps, so more steps stop helping; more examples do help."
         )
     return lines
 
 
-def _schedules(found: theory.Plan, coupled: theory.CoupledPlan) -> str:
+def _schedules(best: theory.Plan, coupled: theory.CoupledPlan) -> str:
     step_size, clipped = f"{coupled.step_size:.4g}", coupled.clipped_fraction
     if coupled.constant_p:
         choice = f"gamma_t = {step_size} (t+1)^(-1/2), p = {1 - clipped:.4g} constant"
     else:
-        choice = f"qclip.schedules.coupled({found.assumptions.q:g}, {step_size}, {clipped:.4g})"
-    return f"{choice}; bound {coupled.bound.total:.4g} after {found.steps:,} steps"
+        choice = f"qclip.schedules.coupled({best.assumptions.q:g}, {step_size}, {clipped:.4g})"
+    return f"{choice}; bound {coupled.bound.total:.4g} after {best.steps:,} steps"

@@ -36,21 +36,21 @@ class ReportCommand:
         if not self.folders:
             raise check.Refusal("no folder of a run was given; name folders that `qclip train --out` wrote")
         errors = Console(stderr=True)
-        found = compare(self.folders)
-        for error in found.broken.values():
+        comparison = compare(self.folders)
+        for error in comparison.broken.values():
             errors.print(f"[red]error:[/] {escape(error)}", highlight=False)
-        page = self._write(found, errors) if found.runs else None
+        page = self._write(comparison, errors) if comparison.runs else None
         if self.json:
-            print(json.dumps(found.as_json() | {"page": None if page is None else str(page)}, indent=1))
-        elif found.runs:
-            _print(console, found)
+            print(json.dumps(comparison.as_json() | {"page": None if page is None else str(page)}, indent=1))
+        elif comparison.runs:
+            _print(console, comparison)
             if page is not None:
                 console.print(f"report: {page}", highlight=False, soft_wrap=True)
         if page is None:
             return 2
-        return 1 if found.broken else 0
+        return 1 if comparison.broken else 0
 
-    def _write(self, found: "RunComparison", errors: Console) -> Path | None:
+    def _write(self, comparison: "RunComparison", errors: Console) -> Path | None:
         """Write the page and return its path; None where matplotlib is missing."""
         try:
             from qclip.apps.report.compare_page import write_comparison
@@ -60,14 +60,14 @@ class ReportCommand:
             return None
         if len(self.folders) == 1:
             return write_report(self.folders[0], self.out)
-        return write_comparison(found, self.out or Path("comparison.html"))
+        return write_comparison(comparison, self.out or Path("comparison.html"))
 
 
-def _print(console: Console, found: "RunComparison") -> None:
+def _print(console: Console, comparison: "RunComparison") -> None:
     """Print a table of the columns that differ and a line of the others; a single run is printed vertically."""
     from qclip.apps.report.compare import constant_columns
 
-    rows = found.rows()
+    rows = comparison.rows()
     if len(rows) == 1:
         table = Table(show_header=False)
         for column, text in rows[0].items():

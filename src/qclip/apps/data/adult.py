@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from qclip.apps.data import files, models, tables
 from qclip.apps.data.columns import Dropped, Encoding, Interval, Magnitude, OneOf
-from qclip.apps.data.task import Defaults, Task, classification, classification_losses, scorer
+from qclip.apps.data.task import Defaults, Task, classifier
 
 
 def _options(text: str) -> OneOf:
@@ -63,16 +63,8 @@ def adult(data_dir: Path | None) -> Task:
         f"{len(train)} people, {len(held_out)} held out (the published test set), {inputs} inputs by the published "
         f"schema, 2 classes: {' and '.join(INCOME.options)}"
     )
-    return Task(
-        "adult",
-        train,
-        held_out,
-        partial(models.linear, inputs, 2),
-        classification_losses,
-        scorer(held_out, classification),
-        Defaults(batch_size=1024, epochs=10, learning_rate=2.0, tau=tables.longest_row(SCHEMA.values())),
-        description,
-    )
+    defaults = Defaults(batch_size=1024, epochs=10, learning_rate=2.0, tau=tables.longest_row(SCHEMA.values()))
+    return classifier("adult", train, held_out, partial(models.linear, inputs, 2), defaults, description)
 
 
 def _pairs(path: Path) -> TensorDataset:

@@ -28,9 +28,9 @@ def find(
     places = [data_dir, *(data_dir / name for name in subfolders)]
     for names in alternatives:
         for place in places:
-            found = [_existing(place / name) for name in names]
-            if None not in found:
-                return tuple(path for path in found if path is not None)
+            paths = [_existing(place / name) for name in names]
+            if None not in paths:
+                return tuple(path for path in paths if path is not None)
     state = "they are not there" if data_dir.is_dir() else "there is no such folder"
     bound = f"a folder with {wanted}, in it or in its subfolder {' or '.join(subfolders)} ({state})"
     raise check.refuse("data_dir", str(data_dir), bound, source)

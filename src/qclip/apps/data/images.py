@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 from qclip import _validate as check
 from qclip.apps.data import files, models
-from qclip.apps.data.task import Defaults, Task, classification, classification_losses, hold_out, scorer
+from qclip.apps.data.task import Defaults, Task, classifier, hold_out
 
 IDX_FILES = (
     "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz",
@@ -34,16 +34,9 @@ def digits() -> Task:
     pixels, labels = (torch.tensor(each) for each in load_digits(return_X_y=True))
     train, held_out = hold_out(pixels.float() / 16, labels.long())
     description = f"{len(train)} digits of 8 x 8 pixels, {len(held_out)} held out (every 6th), 10 classes"
-    return Task(
-        "digits",
-        train,
-        held_out,
-        partial(models.perceptron, 64, 64, NUM_CLASSES),
-        classification_losses,
-        scorer(held_out, classification),
-        Defaults(batch_size=256, epochs=30, learning_rate=2.0),
-        description,
-    )
+    model = partial(models.perceptron, 64, 64, NUM_CLASSES)
+    defaults = Defaults(batch_size=256, epochs=30, learning_rate=2.0)
+    return classifier("digits", train, held_out, model, defaults, description)
 
 
 def mnist(data_dir: Path | None) -> Task:
@@ -69,8 +62,7 @@ def _idx_task(name: str, paths: tuple[Path, ...], defaults: Defaults) -> Task:
     train, held_out = _pairs(*paths[:2]), _pairs(*paths[2:])
     shape = f"images of {SIDE} x {SIDE} pixels, {NUM_CLASSES} classes"
     description = f"{len(train)} {shape}, {len(held_out)} held out (the published test set)"
-    score = scorer(held_out, classification)
-    return Task(name, train, held_out, models.cnn, classification_losses, score, defaults, description)
+    return classifier(name, train, held_out, models.cnn, defaults, description)
 
 
 def _pairs(image_file: Path, label_file: Path) -> TensorDataset:

@@ -99,6 +99,21 @@ def _means(model: nn.Module, held_out: TensorDataset, measure: Measure, chunk: i
     return {name: value / len(held_out) for name, value in sums.items()}
 
 
+def classifier(
+    name: str,
+    train: TensorDataset,
+    held_out: TensorDataset,
+    build_model: Callable[[], nn.Module],
+    defaults: Defaults,
+    description: str,
+    *,
+    chunk: int = 1000,
+) -> Task:
+    """Return a classification task, scored on ``chunk`` held-out examples at a time."""
+    score = scorer(held_out, classification, chunk=chunk)
+    return Task(name, train, held_out, build_model, classification_losses, score, defaults, description)
+
+
 def hold_out(inputs: Tensor, targets: Tensor) -> tuple[TensorDataset, TensorDataset]:
     """Return the training examples and the held-out ones: every sixth, beginning with the first.
 

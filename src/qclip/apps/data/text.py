@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qclip import _validate as check
 from qclip.apps.data import files, models
-from qclip.apps.data.task import Defaults, Task, classification, classification_losses, hold_out, scorer
+from qclip.apps.data.task import Defaults, Task, classifier, hold_out
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))
 """Line feed and printable ASCII: fixed beforehand, not collected from the text."""
@@ -44,16 +44,9 @@ def shakespeare(data_dir: Path | None) -> Task:
         f"{len(train)} windows of {WINDOW} characters, {len(held_out)} held out (every 6th), "
         f"{OTHER + 1} characters fixed beforehand"
     )
-    return Task(
-        "shakespeare",
-        train,
-        held_out,
-        partial(models.CausalTransformer, OTHER + 1, WINDOW),
-        classification_losses,
-        scorer(held_out, classification, chunk=250),
-        Defaults(batch_size=512, epochs=5, learning_rate=2.0),
-        description,
-    )
+    model = partial(models.CausalTransformer, OTHER + 1, WINDOW)
+    defaults = Defaults(batch_size=512, epochs=5, learning_rate=2.0)
+    return classifier("shakespeare", train, held_out, model, defaults, description, chunk=250)
 
 
 def speeches(text: str, path: Path) -> list[str]:

@@ -1,1 +1,1 @@
-"""Every claim of the paper and of docs/theory.md as an experiment, one file per family."""
+"""Every claim of the paper and of docs/theory.md as an experiment, one module per family."""

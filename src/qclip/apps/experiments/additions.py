@@ -1,4 +1,4 @@
-"""Past the paper: inexact quantiles, the certificate of a finished run, and noise shared among groups."""
+"""Claims beyond the paper: inexact quantiles, the certificate of a finished run, and the noise of groups."""
 
 from dataclasses import replace
 from itertools import product
@@ -20,10 +20,10 @@ from qclip.theory import Form
 
 @claim("inexact-quantile", "The bounds hold with p_lo and p_hi for a quantile known to lie between them", "section 12")
 def inexact_quantile(effort: Effort) -> Outcome:
-    """Levels at either end, alternating and random, with and without noise, in both forms; and the probes."""
+    """Run levels at either end, alternating and random, with and without noise, in both forms; and the probes."""
     rng = effort.rng()
     rows = []
-    wrong = []  # what the runs at the lowest level would have to obey if p_hi were the quantile
+    wrong = []  # runs at the lowest level, relative to the bound with p_hi in place of the quantile
 
     def compare(
         case: SuiteCase, q: float, gamma: float | None, ends: tuple[float, float], steps: int, **public: Any
@@ -64,7 +64,7 @@ def inexact_quantile(effort: Effort) -> Outcome:
 
 @claim("certificate", "A finished run's own thresholds certify a bound below the theorem's", "section 13")
 def certificate(effort: Effort) -> Outcome:
-    """DP-QC-SGD in 50 dimensions: measured, certified from its record, and bounded beforehand."""
+    """Compare the measured mean, the certificate of the record and the bounds, for DP-QC-SGD in 50 dimensions."""
     dim, B, z, p, seeds = 50, 16, 4.0, 0.9, 16
     problem = HeavyTailedQuadratic(dim, Gaussian(dim**-0.5))
     x0 = np.full(dim, 2 * dim**-0.5)
@@ -122,7 +122,7 @@ def certificate(effort: Effort) -> Outcome:
     "section 14",
 )
 def group_noise_allocation(effort: Effort) -> Outcome:
-    """The formula against a numerical minimiser over all allocations of equal privacy."""
+    """Compare the formula with a numerical minimum over all allocations of equal privacy."""
     rng = effort.rng()
     z, rows = 1.0, []
     for _ in range(effort.pick(10, 60)):
@@ -134,10 +134,10 @@ def group_noise_allocation(effort: Effort) -> Outcome:
             share = np.exp(logits - logits.max())  # tau_k^2 / sigma_k^2, as shares of 1/z^2
             return float(np.log(dim @ (z**2 * tau**2 / (share / share.sum()))))
 
-        found = float(np.exp(minimize(numeric, np.zeros(K), method="BFGS", options={"gtol": 1e-10}).fun))
-        rows.append((power["optimal"], found, power["equal"], power["proportional"]))
-    optimal, found, equal, proportional = np.array(rows).T
-    gap = float(np.abs(found / optimal - 1).max())
+        numerical = float(np.exp(minimize(numeric, np.zeros(K), method="BFGS", options={"gtol": 1e-10}).fun))
+        rows.append((power["optimal"], numerical, power["equal"], power["proportional"]))
+    optimal, numerical, equal, proportional = np.array(rows).T
+    gap = float(np.abs(numerical / optimal - 1).max())
     excess = [float(np.median(other / optimal)) for other in (equal, proportional)]
     never_less = all((other >= optimal * (1 - 1e-9)).all() for other in (equal, proportional))
 
@@ -146,7 +146,7 @@ def group_noise_allocation(effort: Effort) -> Outcome:
         order = np.argsort(equal / optimal)
         ax.plot((equal / optimal)[order], "o", markersize=3.5, label="equal noise in all groups")
         ax.plot((proportional / optimal)[order], "s", markersize=3.5, label="noise proportional to τ_k")
-        ax.plot((found / optimal)[order], "k-", linewidth=0.8, label="numerical minimiser")
+        ax.plot((numerical / optimal)[order], "k-", linewidth=0.8, label="numerical minimiser")
         ax.set_yscale("log")
         label(ax, "random groups, sorted", "noise power / optimal formula", "same privacy, different noise")
         return figure

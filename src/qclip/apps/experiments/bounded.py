@@ -1,7 +1,7 @@
-"""Measured means beside bounds: the shape that most theorems' claims share.
+"""Measured means beside bounds, as most claims about theorems need them.
 
-A bound that is never close is hardly tested. So every such claim also runs three problems that each make one term of
-the bound matter, and as a control it must be caught cheating: with any one term left out, the bound must break.
+A bound that is never close is hardly tested. So every such claim also runs three probes, each of which makes one term
+of the bound matter. As a control, the bound must break when any one term is left out.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ TERMS = ("optimisation", "variance", "bias")
 
 @dataclass(frozen=True)
 class BoundCheck:
-    """A run's mean of ||grad f||^2, three standard errors added, and its bound."""
+    """The mean of ||grad f||^2 of a run plus three standard errors, and its bound."""
 
     problem: str
     measured: float
@@ -36,7 +36,7 @@ class BoundCheck:
 
 @dataclass(frozen=True)
 class Probe:
-    """A run in which one term of the bound is what is measured."""
+    """A run that one term of the bound dominates."""
 
     name: str
     problem: Problem
@@ -49,21 +49,21 @@ class Probe:
 
 
 def probes(*, private: bool) -> list[Probe]:
-    """One run for each term; with ``private`` the variance is that of added noise."""
+    """Return one probe for each term; with ``private`` the variance is that of the added noise."""
     alone = {"batch_size": 1, "noise_multiplier": 0.0}
     descent, two = HeavyTailedQuadratic(1, Gaussian(1e-3)), TwoPoint(2, 0.7)
     noisy = HeavyTailedQuadratic(5, Gaussian(5**-0.5)) if private else HeavyTailedQuadratic(1, Gaussian(1.0))
     step, public = (0.2, {"batch_size": 4, "noise_multiplier": 2.0}) if private else (0.3, alone)
     return [
         Probe("probe: optimisation", descent, np.array([1.0]), 0.9, 0.01, 100, alone),
-        # A fixed beta here: the best one trades the variance for bias, and would hide a missing variance.
+        # A fixed beta: the best one trades variance for bias, and would hide a missing variance term.
         Probe("probe: variance", noisy, noisy.minimiser, 0.99, step, 1000, public, beta=0.4),
         Probe("probe: bias", two, two.minimiser, 0.7, 0.01, 10_000, alone),
     ]
 
 
 def against_bound(rows: list[BoundCheck], what: str) -> Outcome:
-    """The outcome of runs that must all stay below their bounds, and of the controls that must not."""
+    """Return the outcome of runs that must stay below their bounds, and of controls that must not."""
     worst = max(row.measured / row.bound.total for row in rows)
     control = {term: max(row.measured / (row.bound.total - getattr(row.bound, term)) for row in rows) for term in TERMS}
     names = list(dict.fromkeys(row.problem for row in rows))

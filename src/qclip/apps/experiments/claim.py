@@ -1,4 +1,4 @@
-"""A claim: a statement, how to measure it, and a verdict that follows from the measurement."""
+"""Claims: a statement, an experiment, and a verdict that is computed from its outcome."""
 
 import zlib
 from collections.abc import Callable
@@ -15,24 +15,24 @@ Verdict = Literal["holds", "fails", "erratum"]
 
 @dataclass(frozen=True)
 class Effort:
-    """How hard to look: ``quick`` makes every experiment fit a coffee break, at the price of wider intervals."""
+    """The size of the experiments; ``quick`` ones take seconds each, with wider intervals."""
 
     quick: bool = False
     seed: int = 0
     stream: int = 0
 
     def pick(self, quick: int, full: int) -> int:
-        """One of two sizes."""
+        """Return one of two sizes."""
         return quick if self.quick else full
 
     def rng(self) -> np.random.Generator:
-        """A fresh generator: every claim has its own stream, whatever ran before."""
+        """Return a fresh generator; every claim has its own stream, independent of earlier claims."""
         return np.random.default_rng([self.seed, self.stream])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was found. ``printed`` and ``repaired`` say whether the text, and our repair of it, passed."""
+    """The outcome of an experiment: whether the printed text passed, and our correction of it (``repaired``)."""
 
     expected: str
     measured: str
@@ -44,9 +44,9 @@ class Outcome:
 
     @property
     def verdict(self) -> Verdict:
-        """`holds`, `fails`, or `erratum`: the printed text fails where the repaired one holds."""
+        """`holds`, `fails`, or `erratum` where the printed text fails and the repaired one holds."""
         if self.repaired is False:
-            return "fails"  # a repair that does not hold is a failure, whatever the text does
+            return "fails"  # a correction that does not hold is a failure, whatever the text does
         if self.printed:
             return "holds"
         return "erratum" if self.repaired else "fails"
@@ -63,14 +63,14 @@ class Claim:
 
 
 def claim(id: str, statement: str, equation: str) -> Callable[[Callable[[Effort], Outcome]], Claim]:
-    """Turn an experiment into a claim, with a random stream of its own."""
+    """Return a decorator that turns an experiment into a claim with a random stream of its own."""
     stream = zlib.crc32(id.encode())
     return lambda run: Claim(id, statement, equation, lambda effort: run(replace(effort, stream=stream)))
 
 
 @dataclass(frozen=True)
 class Slope:
-    """An exponent fitted to a log-log line, with a 95 % interval from resampling the seeds."""
+    """A fitted exponent, with a 95 % interval from resampling the seeds."""
 
     value: float
     low: float
@@ -81,9 +81,9 @@ class Slope:
 
 
 def fit_slope(x: np.ndarray, samples: np.ndarray, rng: np.random.Generator, *, resamples: int = 400) -> Slope:
-    """The exponent of the seeds' mean of ``samples`` [points, seeds] against x.
+    """Fit the exponent of the mean over the seeds of ``samples`` [points, seeds] against x.
 
-    The points of a run are correlated, the seeds are not: the interval resamples whole seeds.
+    The points of a run are correlated and the seeds are not, so the interval resamples whole seeds.
     """
     design = np.stack([np.log(x), np.ones(len(x))], axis=1)
     solve = np.linalg.pinv(design)[0]
@@ -95,7 +95,7 @@ def fit_slope(x: np.ndarray, samples: np.ndarray, rng: np.random.Generator, *, r
 
 
 def bars(values: dict[str, float], axis: str, title: str = "", *, log: bool = False) -> Figure:
-    """A few numbers, side by side."""
+    """Draw a few numbers as bars."""
     figure, (ax,) = new_figure(height=1.2 + 0.4 * len(values))
     ax.barh(list(values), list(values.values()), color="#2563a8", height=0.55)
     ax.invert_yaxis()

@@ -1,4 +1,4 @@
-"""Clipping at a constant threshold, beside clipping at a quantile."""
+"""Claims about clipping at a constant threshold, and the comparison with a quantile."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from qclip.simulation.simulate import simulate
     "Koloskova et al.",
 )
 def fixed_clip_fixed_point(effort: Effort) -> Outcome:
-    """Simulated against the closed form."""
+    """Compare simulations with the closed form."""
     rows = []
     for probability, tau in ((0.25, 1.0), (0.1, 2.0), (0.4, 0.5), (0.7, 1.5)):
         problem = ShiftedQuadratic(10, probability)
@@ -29,19 +29,19 @@ def fixed_clip_fixed_point(effort: Effort) -> Outcome:
         )  # fmt: skip
         error = run.final.std() / 8
         rows.append((problem.fixed_point(tau), float(run.final.mean()), float(error)))
-    deviations = [abs(found - exact) / error for exact, found, error in rows]
+    deviations = [abs(final - exact) / error for exact, final, error in rows]
 
     def draw() -> Figure:
         figure, (ax,) = new_figure()
-        exact, found, error = np.array(rows).T
-        ax.errorbar(exact, found - exact, 4.5 * error, fmt="o", markersize=4)
+        exact, final, error = np.array(rows).T
+        ax.errorbar(exact, final - exact, 4.5 * error, fmt="o", markersize=4)
         ax.axhline(0, color="k", linewidth=0.8)
-        label(ax, "closed form", "where runs end, less the closed form", "bars: 4.5 standard errors")
+        label(ax, "closed form", "final x less the closed form", "bars: 4.5 standard errors")
         return figure
 
     return Outcome(
         expected=", ".join(f"{exact:.4f}" for exact, _, _ in rows),
-        measured=", ".join(f"{found:.4f}" for _, found, _ in rows),
+        measured=", ".join(f"{final:.4f}" for _, final, _ in rows),
         printed=max(deviations) < 4.5,
         error="standard errors " + ", ".join(f"{e:.4f}" for *_, e in rows) + "; 4.5 allowed (1 in 10^5)",
         values={"largest_deviation_in_standard_errors": max(deviations)},
@@ -50,7 +50,7 @@ def fixed_clip_fixed_point(effort: Effort) -> Outcome:
 
 
 def _growing(problem: HeavyTailedQuadratic, lam: float, lengths: np.ndarray, effort: Effort) -> np.ndarray:
-    """||grad f||^2 where runs with gamma = T^(-1/2) and tau = T^lam end, [lengths, seeds]."""
+    """Return the final ||grad f||^2 of runs with gamma = T^(-1/2) and tau = T^lam, [lengths, seeds]."""
 
     def final(T: int) -> np.ndarray:
         gamma, tau = T**-0.5, float(T) ** lam
@@ -66,7 +66,7 @@ def _growing(problem: HeavyTailedQuadratic, lam: float, lengths: np.ndarray, eff
     "fixed clipping, eq. 12",
 )
 def fixed_clip_growing_threshold(effort: Effort) -> Outcome:
-    """Skewed noise, thresholds constant and growing."""
+    """Run constant and growing thresholds on skewed noise."""
     problem = HeavyTailedQuadratic(1, Pareto(2.05, one_sided=True))
     lengths = np.geomspace(1e2, effort.pick(10**5, 10**6), 7).astype(int)
     means = {lam: _growing(problem, lam, lengths, effort) for lam in (0.0, 0.125, 0.25)}
@@ -82,7 +82,7 @@ def fixed_clip_growing_threshold(effort: Effort) -> Outcome:
         return figure
 
     return Outcome(
-        expected="where runs end falls steadily for lambda = 1/8 and 1/4 (at most T^(-.1)), and stays for lambda = 0",
+        expected="the final value falls steadily for lambda = 1/8 and 1/4 (at most T^(-.1)), and stays for lambda = 0",
         measured="; ".join(
             f"lambda = {lam:g}: {left[lam]:.2f} of the first value, exponent {slopes[lam]}" for lam in means
         ),
@@ -98,10 +98,10 @@ def fixed_clip_growing_threshold(effort: Effort) -> Outcome:
 
 @claim("fixed-clip-lambda", "lambda in (0, 1/4) is where to choose tau ~ T^lambda from", "after eq. 12; erratum H")
 def fixed_clip_lambda(effort: Effort) -> Outcome:  # noqa: ARG001  (exact: the same at any effort)
-    """The exponent of the order-level bound at each lambda, far out: all of the interval is slower than its end."""
+    """Fit the exponent of the order-level bound at each lambda for huge T: inside the interval all are slower."""
     a = theory.Assumptions(L=1, sigma=1, q=2, gap=1)
     lambdas = np.array([0.02, 0.05, 0.1, 0.15, 0.2, 0.24, 0.249, 0.25, 0.3, 0.4, 0.5])
-    lengths = 10.0 ** np.arange(100, 141, 10)  # so far out that the terms of lower order are gone
+    lengths = 10.0 ** np.arange(100, 141, 10)  # so large that the terms of lower order vanish
 
     def exponent(lam: float) -> float:
         totals = [theory.fixed_clip_bound(a, T**-0.5, T**lam, steps=int(T)).total for T in lengths]
@@ -135,11 +135,11 @@ def fixed_clip_lambda(effort: Effort) -> Outcome:  # noqa: ARG001  (exact: the s
     "section 3.2 of the paper",
 )
 def fixed_clip_vs_quantile(effort: Effort) -> Outcome:
-    """Symmetric noise without a variance at five scales; the threshold is tuned at one of them, the quantile never."""
+    """Run noise without a variance at five scales; the threshold is tuned at one of them, the quantile never."""
     steps = effort.pick(2000, 20_000)
 
     def final(scale: float, **how: Any) -> float:
-        # The median over seeds: without a variance a mean would not settle. The same draws at every scale.
+        # The median over seeds: without a variance a mean would not converge. The same draws at every scale.
         problem = HeavyTailedQuadratic(1, Pareto(1.5, scale))
         run = simulate(
             problem, step_size=0.01, steps=steps, x0=[5 * scale], seeds=256, seed=effort.rng(), record=[], **how

@@ -1,4 +1,4 @@
-"""Lemmas 1 and 2, at exact quantiles and exact moments."""
+"""Claims about Lemmas 1 and 2, at exact quantiles and exact moments."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ Ratio = Callable[[Problem, Floats, float, list[float]], float]
 
 
 def _ratios(case: SuiteCase, rng: np.random.Generator, count: int, ratio: Ratio) -> Floats:
-    """The largest ratio of the two sides over moments and points, for each clipped fraction."""
+    """Return the largest ratio of the two sides over moments and points, for each clipped fraction."""
     x = points(case, rng, count)
     return np.array([ratio(case.problem, x, 1 - h, case.moments()) for h in FRACTIONS])
 
@@ -44,7 +44,10 @@ def _bias_ratio(problem: Problem, x: Floats, p: float, qs: list[float]) -> float
 
 
 def _extremal_threshold(h: float) -> float:
-    """At a minimiser, noise of ±1 with probability just above h, else 0: the quantile is 1, sigma^2 the mass."""
+    """Return the ratio at a minimiser with noise of ±1 with probability just above h, else 0.
+
+    The quantile is 1 and sigma^2 is that probability.
+    """
     mass = h * (1 + 1e-9)
     a = Assumptions(1.0, mass**0.5, 2.0, 1.0)
     values, probabilities = np.array([0.0, 1.0]), np.array([1 - mass, mass])
@@ -53,7 +56,10 @@ def _extremal_threshold(h: float) -> float:
 
 
 def _extremal_bias(h: float) -> float:
-    """A jump with probability h (at most 1/2), seen from where the other gradient vanishes: it is lost entirely."""
+    """Return the ratio for a jump with probability h (at most 1/2), where the other gradient vanishes.
+
+    Clipping removes the jump entirely.
+    """
     mass = min(h, 0.5)
     problem = HeavyTailedQuadratic(1, Bernoulli(1.0, mass))
     return _bias_ratio(problem, np.full((1, 1), mass), 1 - h, [2.0])
@@ -69,15 +75,15 @@ def _lemma1(effort: Effort, ratio: Ratio, extremal: Callable[[float], float], si
         figure, (ax,) = new_figure(width=7.6)
         for name, curve in curves.items():
             ax.semilogx(FRACTIONS, curve, label=name, linewidth=1.2)
-        ax.semilogx(FRACTIONS, edge, "k--", label="extremal law, q = 2", linewidth=1)
+        ax.semilogx(FRACTIONS, edge, "k--", label="extremal distribution, q = 2", linewidth=1)
         ax.axhline(1, color="k", linewidth=0.6)
         label(ax, "clipped fraction h = 1 - p", f"{side} / bound", "Lemma 1: largest ratio over x and q", legend=False)
         ax.legend(fontsize=7.5, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
         return figure
 
     return Outcome(
-        expected="ratio of the two sides at most 1 everywhere, and close to 1 for an extremal law",
-        measured=f"largest ratio {worst:.4f} over {len(curves)} problems; extremal law {edge.max():.4f}",
+        expected="ratio of the two sides at most 1 everywhere, and close to 1 for an extremal distribution",
+        measured=f"largest ratio {worst:.4f} over {len(curves)} problems; extremal distribution {edge.max():.4f}",
         printed=bool(max(worst, edge.max()) <= 1 + 1e-4 and edge.max() > 0.98),
         error="quadrature: a few 1e-5 at worst; 1e-4 allowed",
         values={"largest_ratio": float(worst), "extremal_ratio": float(edge.max())},
@@ -87,21 +93,21 @@ def _lemma1(effort: Effort, ratio: Ratio, extremal: Callable[[float], float], si
 
 @claim("lemma1-threshold", "The p-quantile of ||g|| is at most ||grad f|| + sigma (1-p)^(-1/q)", "Lemma 1, eq. 6")
 def lemma1_threshold(effort: Effort) -> Outcome:
-    """Exact quantiles against the bound."""
+    """Compare exact quantiles with the bound."""
     return _lemma1(effort, _threshold_ratio, _extremal_threshold, "threshold")
 
 
 @claim("lemma1-bias", "||E[clipped g] - E[alpha] grad f|| is at most sigma (1-p)^(1-1/q)", "Lemma 1, eq. 7")
 def lemma1_bias(effort: Effort) -> Outcome:
-    """Exact clipped means against the bound."""
+    """Compare exact clipped means with the bound."""
     return _lemma1(effort, _bias_ratio, _extremal_bias, "bias")
 
 
 @claim("lemma2-recursion", "One step of QC-SGD decreases f by at least what Lemma 2 says", "Lemma 2, eq. 8")
 def lemma2_recursion(effort: Effort) -> Outcome:
-    """The expected decrease at the states of runs, step by step, on the quadratics and the finite sum.
+    """Compare the expected decrease at the states of runs with the lemma, on the quadratics and the finite sum.
 
-    (For a non-flat spectrum the smoothness bound on the decrease stands in for it: the lemma must hold for that too.)
+    For a non-flat spectrum the smoothness bound replaces the decrease: the lemma must hold for it too.
     """
     rng = effort.rng()
     points = []  # actual change and limit, over gamma (G^2 + sigma^2)
@@ -147,7 +153,7 @@ def lemma2_recursion(effort: Effort) -> Outcome:
 
 
 def _expected_change(problem: Problem, x: Floats, p: float, gamma: float) -> Floats:
-    """``E f(x - gamma clip(g)) - f(x)``: exact over the examples of a finite sum, by smoothness for a quadratic.
+    """Return ``E f(x - gamma clip(g)) - f(x)``: exact for a finite sum, by smoothness for a quadratic.
 
     For a quadratic the smoothness inequality with ``L`` is exact when the spectrum is flat, an upper bound otherwise.
     """
@@ -164,7 +170,7 @@ def _expected_change(problem: Problem, x: Floats, p: float, gamma: float) -> Flo
 
 @claim("lemma1-proof-step", "P(|delta| > Q) <= (E|delta| / Q)^q, as the proof of Lemma 1 has it", "erratum E")
 def lemma1_proof_step(effort: Effort) -> Outcome:  # noqa: ARG001  (exact: the same at any effort)
-    """|delta| = 0 with probability .85, else uniform on [1, 1.01]; p = .9, q = 2."""
+    """Evaluate a counterexample: |delta| = 0 with probability .85, else uniform on [1, 1.01]; p = .9, q = 2."""
     Q = 1 + 0.01 * 0.05 / 0.15  # the .9-quantile: .05 of the mass .15 lies below it
     tail = 0.15 * (1.01 - Q) / 0.01
     mean = 0.15 * integrate.quad(lambda u: u / 0.01, 1, 1.01)[0]

@@ -1,4 +1,4 @@
-"""What the private extension says and leaves out: the noise's scale, its growth with T, and the exact quantile."""
+"""Claims about the private extension: the scale of the noise, its growth with T, and the exact quantile."""
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -16,7 +16,7 @@ from qclip.simulation.simulate import simulate
     "after Theorem 2; erratum G",
 )
 def noise_floor(effort: Effort) -> Outcome:
-    """At a fixed budget S grows with T: the best bound, and the best run, stop improving; more data helps."""
+    """Compare lengths at a fixed budget: S grows with T, so the best bound and the best run stop improving."""
     dim, B, sizes = 20, 4, (50.0, 200.0)
     problem = HeavyTailedQuadratic(dim, Gaussian(dim**-0.5))
     x0 = np.full(dim, dim**-0.5)
@@ -55,7 +55,7 @@ def noise_floor(effort: Effort) -> Outcome:
 
     gain = float(measured[0, -1] / measured[1, -1])
     return Outcome(
-        expected="printed: the best bound and the best run go on falling with T (exponents below -.3); corrected: they "
+        expected="printed: the best bound and the best run keep falling with T (exponents below -.3); corrected: they "
         "stop (above -.05) at a floor that more examples lower",
         measured=f"late exponents: bounds {late[0]:.3f}, {late[1]:.3f}; runs {late[2]:.3f}, {late[3]:.3f}; "
         f"four times the data: {gain:.1f} x lower",
@@ -69,7 +69,7 @@ def noise_floor(effort: Effort) -> Outcome:
 
 @claim("exact-quantile-not-private", "Eq. 15 at the exact quantile of the batch is private", "eq. 15; erratum I")
 def exact_quantile_not_private(effort: Effort) -> Outcome:  # noqa: ARG001  (exact: the same at any effort)
-    """501 norms of 1 and 501 of 100, at the median: one more example moves the clipped sum by far more than tau."""
+    """Clip 501 norms of 1 and 501 of 100 at the median: one more example moves the sum by far more than tau."""
 
     def clipped_sum(norms: np.ndarray, tau: float) -> float:
         return float(np.minimum(norms, tau).sum())
@@ -82,7 +82,7 @@ def exact_quantile_not_private(effort: Effort) -> Outcome:  # noqa: ARG001  (exa
     moved = clipped_sum(after, median(after)) - clipped_sum(before, median(before))
     fixed = clipped_sum(after, median(before)) - clipped_sum(before, median(before))
     return Outcome(
-        expected="adding one example moves the sum by at most tau = 1, which the noise is scaled to",
+        expected="adding one example moves the sum by at most tau = 1, the scale of the noise",
         measured=f"by {moved:.0f} at the exact median; by {fixed:.0f} at a threshold fixed before",
         printed=bool(moved <= median(before)),
         repaired=bool(fixed <= median(before)),
@@ -102,7 +102,7 @@ def exact_quantile_not_private(effort: Effort) -> Outcome:  # noqa: ARG001  (exa
     "eq. 15; erratum B",
 )
 def sigma_dp_convention(effort: Effort) -> Outcome:
-    """The noise of (1/B) sum_j (g_j + z), one z a step, measured; and the same step made by the simulator."""
+    """Measure the noise of (1/B) sum_j (g_j + z), one z a step, and compare with a step of the simulator."""
     rng = effort.rng()
     B, dim, sigma_dp, tau = 16, 4, 0.5, 1.0
     repeats = effort.pick(20_000, 200_000)
@@ -117,7 +117,7 @@ def sigma_dp_convention(effort: Effort) -> Outcome:
     )  # fmt: skip
     simulated = float(run.final.std())
     error = 4.5 * scale / np.sqrt(2 * repeats * dim)
-    close = [abs(found - scale) < error for found in (shared, simulated)]
+    close = [abs(std - scale) < error for std in (shared, simulated)]
     return Outcome(
         expected=f"standard deviation sigma_DP tau = {scale:g}, also from noise multiplier {B * sigma_dp:g}; not the "
         f"{scale / B**0.5:g} of separate noises",

@@ -1,8 +1,9 @@
-"""Does a private quantile reach the best constant, without tuning? Test accuracy at one privacy budget.
+"""Test accuracy of private quantiles and of constant thresholds at one privacy budget.
 
-Every run makes the same steps with the same noise multiplier and normalized step sizes, ``learning_rate / tau``: an
-example moves the parameters by at most ``learning_rate / batch_size`` in all of them, and the noise is the same. What
-differs is who is clipped. (With one plain learning rate for all, a constant would also stand for a step size.)
+The question is whether a private quantile matches the best constant without tuning. Every run takes the same number of
+steps with the same noise multiplier and normalized step sizes, ``learning_rate / tau``: an example moves the parameters
+by at most ``learning_rate / batch_size`` in all of them, and the noise is the same. Only the set of clipped examples
+differs. (With one plain learning rate for all, a constant threshold would also act as a step size.)
 """
 
 import json
@@ -28,9 +29,9 @@ from qclip.training.make import make_private
 
 def thresholds(settings: QualitySettings) -> dict[str, Threshold[Any]]:
     """Return the thresholds to compare, by name."""
-    found: dict[str, Threshold[Any]] = {f"PrivateQuantile({p:g})": PrivateQuantile(p) for p in settings.quantiles}
-    found |= {f"SlackQuantile({p:g})": SlackQuantile(p) for p in settings.quantiles}
-    return found | {f"Constant({c:g})": Constant(c) for c in settings.constants}
+    compared: dict[str, Threshold[Any]] = {f"PrivateQuantile({p:g})": PrivateQuantile(p) for p in settings.quantiles}
+    compared |= {f"SlackQuantile({p:g})": SlackQuantile(p) for p in settings.quantiles}
+    return compared | {f"Constant({c:g})": Constant(c) for c in settings.constants}
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,15 @@ class QualityRow:
     threshold: str
     seed: int
     accuracy: float
-    """On the test set, after the last step."""
+    """Test accuracy after the last step."""
     epsilon: float
     tau: float
-    """At the last step."""
+    """Threshold at the last step."""
     noise_multiplier: float
 
 
 def train(settings: QualitySettings, name: str, seed: int, noise_multiplier: float) -> QualityRow:
-    """One private run."""
+    """Train one private run."""
     torch.set_num_threads(1 if settings.workers > 1 else torch.get_num_threads())
     torch.manual_seed(seed)
     task = load(settings.data, data_dir=settings.data_dir)
@@ -65,7 +66,7 @@ def train(settings: QualitySettings, name: str, seed: int, noise_multiplier: flo
         delta=settings.delta,
         threshold=thresholds(settings)[name],
         rescale_to_unit_norm=True,
-        seed=seed,  # an experiment that can be repeated; leave it out for data that matter
+        seed=seed,  # for reproducibility; leave it out for sensitive data
     )
     for _ in range(settings.epochs):
         for x, y in training.loader:
@@ -75,7 +76,7 @@ def train(settings: QualitySettings, name: str, seed: int, noise_multiplier: flo
 
 
 def quality(settings: QualitySettings, say: Callable[[str], None] = print) -> list[QualityRow]:
-    """Every run; rows.json is rewritten after each, so that nothing is lost."""
+    """Train every run and write table and figure; rows.json is rewritten after each run."""
     settings.out.mkdir(parents=True, exist_ok=True)
     task = load(settings.data, data_dir=settings.data_dir)
     assert isinstance(task.train, TensorDataset)
@@ -103,22 +104,22 @@ def _results(settings: QualitySettings, jobs: list[tuple[str, int]], z: float) -
 
 
 def table(rows: list[QualityRow]) -> str:
-    """Mean, lowest and highest accuracy of each threshold, as markdown."""
+    """Return the mean, lowest and highest accuracy of each threshold, as Markdown."""
     lines = ["| threshold | accuracy | lowest | highest | tau at the end |", "|---|---|---|---|---|"]
-    for name, found in _grouped(rows).items():
-        values = [100 * row.accuracy for row in found]
-        tau = statistics.mean(row.tau for row in found)
+    for name, runs in _grouped(rows).items():
+        values = [100 * row.accuracy for row in runs]
+        tau = statistics.mean(row.tau for row in runs)
         lines.append(f"| {name} | {statistics.mean(values):.2f} | {min(values):.2f} | {max(values):.2f} | {tau:.3g} |")
     return "\n".join(lines) + "\n"
 
 
 def draw(rows: list[QualityRow]) -> Figure:
-    """Accuracy against the constant C, and against the quantile p, on one scale."""
+    """Draw the accuracy against the constant C, and against the quantile p, on one scale."""
     figure, axes = new_figure(2, width=8.0)
     families: dict[str, dict[float, list[float]]] = {}
-    for name, found in _grouped(rows).items():
+    for name, runs in _grouped(rows).items():
         family, _, value = name.removesuffix(")").partition("(")
-        families.setdefault(family, {})[float(value)] = [100 * row.accuracy for row in found]
+        families.setdefault(family, {})[float(value)] = [100 * row.accuracy for row in runs]
     for family, points in families.items():
         ax, color = axes[family != "Constant"], CYCLE[list(families).index(family)]
         ax.plot(list(points), [*map(statistics.mean, points.values())], color=color, marker="o", ms=4, label=family)

@@ -1,7 +1,7 @@
-"""What a rare class does to thresholds: held-out loss and AUC on tables of one made-up risk, against a constant guess.
+"""The effect of a rare class on thresholds: held-out loss and AUC on synthetic tables, against a constant prediction.
 
-Where most rows are easy most gradients vanish, and a quantile below their share takes tau to zero: the rare rows then
-count for no more than the others, and the model foretells nobody.
+Where most rows are easy, most gradients vanish, and a quantile below their share drives tau to zero. The rare rows then
+have no more influence than the others, and the model never predicts the rare class.
 """
 
 import statistics
@@ -26,20 +26,20 @@ SHARES = (0.017, 0.043, 0.095, 0.185, 0.297, 0.5)
 
 @dataclass(frozen=True)
 class RareClassRow:
-    """One way to foretell one table: means over the seeds."""
+    """One method on one table: means over the seeds."""
 
     table: str
     method: str
     loss: float
     spread: float
-    """The standard deviation of the loss over the seeds."""
+    """Standard deviation of the loss over the seeds."""
     auc: float
     accuracy: float
     tau: float | None
 
 
 def write_table(path: Path, share: float, *, rows: int = 30_000, seed: int = 0) -> Path:
-    """A .csv of people with 9 columns and an event that happens to about this share of them."""
+    """Write a .csv of synthetic people with 9 columns and an event that happens to about this share of them."""
     rng = np.random.default_rng(seed)
     columns: dict[str, Floats] = {
         "age": rng.uniform(18, 95, rows).round(1),
@@ -66,7 +66,7 @@ def write_table(path: Path, share: float, *, rows: int = 30_000, seed: int = 0) 
 
 
 def constant_loss(task: Task) -> float:
-    """The held-out loss of whoever foretells the share of each class among the training rows, for everybody."""
+    """Return the held-out loss of a constant prediction, the share of each class among the training rows."""
     (_, train), (_, held_out) = _tensors(task)
     shares = torch.bincount(train) / len(train)
     return -shares.log()[held_out].mean().item()
@@ -75,7 +75,14 @@ def constant_loss(task: Task) -> float:
 def compare(
     out: Path, *, data_dir: Path | None = None, seeds: int = 3, say: Callable[[str], None] = print
 ) -> list[RareClassRow]:
-    """Every method on every table, 6 epochs each (Adult, with ``data_dir``: 10), at epsilon = 3; writes table.md."""
+    """Run every method on every table at epsilon = 3, and write table.md.
+
+    Args:
+        out: Folder to write to.
+        data_dir: Folder of the Adult files; without it, synthetic tables only.
+        seeds: Runs of each method, of 6 epochs (10 for Adult).
+        say: Called with the progress.
+    """
     out.mkdir(parents=True, exist_ok=True)
     tasks = {f"{share:.1%}": load(str(write_table(out / "risk.csv", share)), target="event") for share in SHARES}
     if data_dir is not None:
@@ -96,20 +103,20 @@ def compare(
 
 
 def table(rows: list[RareClassRow]) -> str:
-    """Loss / AUC of each method on each table, as markdown."""
+    """Return loss / AUC of each method on each table, as Markdown."""
     tables, methods = (
         list(dict.fromkeys(names)) for names in zip(*((row.table, row.method) for row in rows), strict=True)
     )
-    found = {(row.table, row.method): f"{row.loss:.4f} / {row.auc:.3f}" for row in rows}
+    cells = {(row.table, row.method): f"{row.loss:.4f} / {row.auc:.3f}" for row in rows}
     lines = [f"| loss / AUC | {' | '.join(tables)} |", "|---" * (len(tables) + 1) + "|"]
-    lines += [f"| {method} | {' | '.join(found[name, method] for name in tables)} |" for method in methods]
+    lines += [f"| {method} | {' | '.join(cells[name, method] for name in tables)} |" for method in methods]
     return "\n".join(lines) + "\n"
 
 
 def _privately(
     name: str, task: Task, method: str, threshold: Threshold[Any], *, epochs: int, seeds: int
 ) -> RareClassRow:
-    found, taus = [], []
+    scores, taus = [], []
     for seed in range(seeds):
         model = task.build_model()
         training = make_private(
@@ -123,14 +130,14 @@ def _privately(
             delta=1e-5,
             threshold=threshold,
             rescale_to_unit_norm=True,
-            seed=seed,  # an experiment that can be repeated; leave it out for data that matter
+            seed=seed,  # for reproducibility; leave it out for sensitive data
         )
         for _ in range(epochs):
             for x, y in training.loader:
                 training.step(x, y)
-        found.append(_measured(task, model))
+        scores.append(_measured(task, model))
         taus.append(training.history[-1].tau[0])
-    losses, aucs, accuracies = zip(*found, strict=True)
+    losses, aucs, accuracies = zip(*scores, strict=True)
     spread = statistics.stdev(losses) if seeds > 1 else 0.0
     mean = statistics.mean
     return RareClassRow(name, method, mean(losses), spread, mean(aucs), mean(accuracies), mean(taus))
@@ -158,7 +165,7 @@ def _measured(task: Task, model: nn.Module) -> tuple[float, float, float]:
 
 
 def auc(scores: Tensor, targets: Tensor) -> float:
-    """The chance that a positive has a higher score than a negative, ties counting half.
+    """Return the probability that a positive has a higher score than a negative, ties counting half.
 
     >>> auc(torch.tensor([0.1, 0.7, 0.4, 0.4]), torch.tensor([0, 1, 1, 0]))
     0.875
@@ -175,7 +182,7 @@ def _largest_share(task: Task) -> float:
 
 
 def _tensors(task: Task) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Inputs and targets, of training and held-out rows."""
+    """Return inputs and targets, of training and held-out rows."""
     assert isinstance(task.train, TensorDataset)
     assert isinstance(task.held_out, TensorDataset)
     (x, y), (held_x, held_y) = task.train.tensors, task.held_out.tensors

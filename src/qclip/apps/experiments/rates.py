@@ -1,10 +1,10 @@
-"""Schedules: do the coupled ones converge, as fast as predicted, and which exponents are better?
+"""Claims about the rates of the coupled schedules.
 
 A rate is a statement about the worst problem of a class. Three problems with the same L = 1, sigma_q and gap each make
-one term of the bound as large as it can be: noise-free descent (optimisation), symmetric noise with barely more than q
-moments (variance), and the two-point law whose minority is exactly the clipped fraction (bias). For each length T the
-constants ``gamma = g T^(theta-1)``, ``1 - p = h T^nu`` are run on all three; the worst of them must decay with the
-predicted exponent, and none of the three more slowly.
+one term of the bound as large as possible: noise-free descent (optimisation), symmetric noise with barely more than q
+moments (variance), and the two-point distribution whose minority is exactly the clipped fraction (bias). For each
+length T the constants ``gamma = g T^(theta-1)``, ``1 - p = h T^nu`` are run on all three. The worst of them must decay
+with the predicted exponent, and none of the three more slowly.
 """
 
 from dataclasses import dataclass
@@ -25,20 +25,20 @@ TUNED_STEP_SIZE = 1.0  # of the runs with constants tuned to their length
 
 
 def optimisation_problem(gamma: float, h: float, steps: int, seeds: int, rng: np.random.Generator) -> Floats:
-    """Descent without noise: the mean of ||grad f||^2 over the run, from a gap of 1/2."""
+    """Return the mean of ||grad f||^2 over a run without noise, from a gap of 1/2, [seeds]."""
     problem = HeavyTailedQuadratic(1, Gaussian(0.0))
     run = simulate(problem, step_size=gamma, p=1 - h, steps=steps, x0=[1.0], seeds=seeds, record=[], seed=rng)
     return run.mean_grad_norm2[-1]
 
 
 def variance_problem(q: float, gamma: float, h: float, steps: int, seeds: int, rng: np.random.Generator) -> Floats:
-    """Symmetric noise with sigma_q = 1, from the minimiser: the mean over the second half of the run."""
+    """Return the mean over the second half of a run from the minimiser, for symmetric noise with sigma_q = 1."""
     noise = Gaussian(1.0) if q == 2 else Pareto(q + 0.05, 1 / Pareto(q + 0.05).sigma(q, 1))
     return _settled(HeavyTailedQuadratic(1, noise), gamma, h, steps, seeds, rng)
 
 
 def bias_problem(q: float, gamma: float, h: float, steps: int, seeds: int, rng: np.random.Generator) -> Floats:
-    """Two points, the likelier one with probability 1 - h, with sigma_q = 1, from the minimiser: second half."""
+    """Return the same mean for two points, the likelier one with probability 1 - h, with sigma_q = 1."""
     r = 1 / TwoPoint(1.0, 1 - h).sigma(q)
     return _settled(TwoPoint(r, 1 - h), gamma, h, steps, seeds, rng)
 
@@ -56,7 +56,7 @@ def _settled(
 
 @dataclass(frozen=True)
 class Measured:
-    """A pair of exponents on the three problems: means [lengths] of each, and of the worst, with its exponent."""
+    """The three problems at a pair of exponents: the means [lengths] of each, and of the worst with its exponent."""
 
     lengths: Floats
     means: dict[str, Floats]
@@ -66,17 +66,17 @@ class Measured:
     largest_ratio: float  # of the worst to the bound
 
     def decays(self, rate: float) -> bool:
-        """Whether the worst decays with this exponent, none of the three more slowly, and all below the bound."""
+        """Return whether the worst decays with this exponent, none more slowly, and all stay below the bound."""
         slowest = max(self.late.values())
         return bool(abs(self.slope.value + rate) <= NEAR and slowest <= -rate + NEAR and self.largest_ratio <= 1)
 
     def exponents(self) -> str:
-        """The late exponents, in words."""
+        """Return the late exponents as text."""
         return ", ".join(f"{name} {value:.3f}" for name, value in self.late.items())
 
 
 def measure(q: float, step_form: Form, quantile_form: Form, effort: Effort) -> Measured:
-    """Run the step sizes of one form with the quantiles of one form (the same, or crossed as a control)."""
+    """Run the step sizes of one form with the quantiles of the same form, or of another as a control."""
     rng, seeds = effort.rng(), effort.pick(16, 32)
     theta, nu = theory.rates(q, step_form).theta, theory.rates(q, quantile_form).nu
     lengths = np.geomspace(100, effort.pick(10**5, 10**6), effort.pick(7, 9)).astype(int)
@@ -136,13 +136,13 @@ def _draw_measured(ax, m: Measured, rate: float, title: str) -> None:
 
 @claim("schedule-rate-q2", "gamma ~ T^(-2/3), 1-p ~ T^(-1/3) gives the rate T^(-1/3) for q = 2", "time-varying")
 def schedule_rate_q2(effort: Effort) -> Outcome:
-    """The exponents of the paper under bounded variance."""
+    """Measure the paper's exponents under bounded variance."""
     return _rate(2.0, effort)
 
 
 @claim("schedule-rate-q1.5", "theta = 1/4, nu = -3/8 gives the rate T^(-1/4) for q = 1.5", "time-varying")
 def schedule_rate_q15(effort: Effort) -> Outcome:
-    """The exponents of the paper under heavier tails."""
+    """Measure the paper's exponents under heavier tails."""
     return _rate(1.5, effort)
 
 
@@ -187,19 +187,19 @@ def _sharp_rate(q: float, effort: Effort) -> Outcome:
     "sharp-rate-q2", "The sharp exponents, gamma and 1-p ~ T^(-1/2), converge as T^(-1/2) for q = 2", "sharp theorem"
 )
 def sharp_rate_q2(effort: Effort) -> Outcome:
-    """The better exponents beat the paper's under bounded variance."""
+    """Compare the sharp exponents with the paper's under bounded variance."""
     return _sharp_rate(2.0, effort)
 
 
 @claim("sharp-rate-q1.5", "The sharp exponents converge as T^(-2/5) for q = 1.5", "sharp theorem")
 def sharp_rate_q15(effort: Effort) -> Outcome:
-    """The better exponents beat the paper's under heavier tails."""
+    """Compare the sharp exponents with the paper's under heavier tails."""
     return _sharp_rate(1.5, effort)
 
 
 @claim("schedule-removes-bias", "With p_t -> 1 and gamma_t -> 0 QC-SGD reaches the stationary point", "time-varying")
 def schedule_removes_bias(effort: Effort) -> Outcome:
-    """Fixed against scheduled quantiles, on a problem with atoms and one with a skewed tail."""
+    """Compare fixed with scheduled quantiles, on a problem with atoms and one with a skewed tail."""
     steps = effort.pick(20_000, 200_000)
     problems = {
         "two points": (TwoPoint(2, 0.7), [1.0], 0.6),
@@ -248,7 +248,7 @@ def schedule_removes_bias(effort: Effort) -> Outcome:
 
 @claim("log-factor", "The coupled schedule's bound is of order T^(-1/3), with no logarithm", "erratum J")
 def log_factor(effort: Effort) -> Outcome:
-    """Multiply the bound by T^(1/3): it should stay put; it grows with log T, unless gamma and p are constant."""
+    """Multiply the bound by T^(1/3): the product grows with log T, unless gamma and p are constant."""
     a = theory.Assumptions(L=1, sigma=1, q=2, gap=1)
     r = theory.rates(2, "printed")
     gamma, p = schedules.coupled(2, STEP_SIZE, CLIPPED, "printed")

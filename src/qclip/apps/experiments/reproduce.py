@@ -1,4 +1,4 @@
-"""Run the claims, write what was found: claims.json, figures and one self-contained report."""
+"""The run of all claims, with its output: claims.json, figures and one self-contained report."""
 
 import json
 import platform
@@ -62,7 +62,7 @@ COLORS = {"holds": "green", "erratum": "yellow", "fails": "red"}
 
 @dataclass(frozen=True)
 class ClaimResult:
-    """A claim, what was found, how long it took, and where its figure is."""
+    """A claim with its outcome, its time and its figure."""
 
     claim: Claim
     outcome: Outcome
@@ -70,7 +70,7 @@ class ClaimResult:
     figure: Path | None
 
     def as_json(self) -> dict:
-        """The entry of claims.json."""
+        """Return the entry of claims.json."""
         return {
             "id": self.claim.id,
             "claim": self.claim.statement,
@@ -86,11 +86,11 @@ class ClaimResult:
 
 
 def select(only: Sequence[str]) -> list[Claim]:
-    """The claims with these ids (all of them when none is named), in the report's order."""
-    known = {claim.id: claim for claim in CLAIMS}
+    """Return the claims with these ids, or all of them, in the order of the report."""
+    claims = {claim.id: claim for claim in CLAIMS}
     for name in only:
-        if name not in known:
-            near = get_close_matches(name, known, n=3) or list(known)
+        if name not in claims:
+            near = get_close_matches(name, claims, n=3) or list(claims)
             raise check.refuse("--only", name, "the id of a claim", f"did you mean {' or '.join(near)}?")
     return [claim for claim in CLAIMS if not only or claim.id in only]
 
@@ -98,9 +98,18 @@ def select(only: Sequence[str]) -> list[Claim]:
 def reproduce(
     out: Path, *, quick: bool = False, only: Sequence[str] = (), console: Console | None = None
 ) -> list[ClaimResult]:
-    """Run the claims and write ``claims.json``, ``figures/`` and ``report.html`` into ``out``.
+    """Run the claims and write ``claims.json``, ``figures/`` and ``report.html``.
 
-    ``claims.json`` is rewritten after every claim, so an interrupted run leaves what it found.
+    ``claims.json`` is rewritten after every claim, so an interrupted run leaves its results.
+
+    Args:
+        out: Folder to write to.
+        quick: Whether to run smaller experiments.
+        only: Ids of claims; all claims when left out.
+        console: Where to print the progress.
+
+    Raises:
+        Refusal: An id is unknown.
     """
     console = console or Console()
     chosen = select(only)
@@ -128,7 +137,7 @@ def reproduce(
 
 @contextmanager
 def _finally_report(rows: list[ClaimResult], out: Path, quick: bool) -> Iterator[None]:
-    """Write the report whatever happens: an interrupted run shows what it finished."""
+    """Write the report at the end of the block, also after an error: an interrupted run shows its results."""
     try:
         yield
     finally:
@@ -140,7 +149,7 @@ def _run(claim: Claim, effort: Effort, out: Path) -> ClaimResult:
     try:
         outcome = claim.run(effort)
     except Exception as error:
-        # A claim that cannot be run has failed; the others still can be.
+        # A claim that raises has failed; the others still run.
         outcome = Outcome("an outcome", f"{type(error).__name__}: {error}", printed=False)
     path = None
     if outcome.draw is not None:
@@ -150,7 +159,7 @@ def _run(claim: Claim, effort: Effort, out: Path) -> ClaimResult:
 
 
 def summary(rows: list[ClaimResult]) -> Table:
-    """The verdicts, counted."""
+    """Return a table of the number of claims with each verdict."""
     counts = Counter[str](row.outcome.verdict for row in rows)
     table = Table(title=None, show_header=False, box=None)
     for verdict, color in COLORS.items():
@@ -161,15 +170,15 @@ def summary(rows: list[ClaimResult]) -> Table:
 
 def _report(rows: list[ClaimResult], quick: bool) -> str:
     counts = Counter[str](row.outcome.verdict for row in rows)
-    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in COLORS if counts[verdict])
+    verdicts = ", ".join(f"{counts[verdict]} {verdict}" for verdict in COLORS if counts[verdict])
     packages = ", ".join(f"{name} {version(name)}" for name in ("qclip", "numpy", "scipy", "numba") if find_spec(name))
     kind, seconds = "Quick" if quick else "Full", sum(row.seconds for row in rows)
     facts = f"{kind} run of {seconds:.0f} s on Python {platform.python_version()}, {packages}."
     body = [
         "<h1>The paper, executed</h1>",
         f'<p class="lead">Every claim of “On the Convergence of DP-SGD with Adaptive Clipping”, and of this project’s '
-        f"corrections and additions: {told}. A verdict follows from a measurement or, where the statement is about a "
-        f"formula, from its evaluation. <b>erratum</b> means that the printed text fails where our repair holds.</p>",
+        f"corrections and additions: {verdicts}. A verdict is computed from a measurement or, for a statement about a "
+        f"formula, from its evaluation. <b>erratum</b> means that the printed text fails and our correction holds.</p>",
         f'<p class="facts">{escape(facts)}</p>',
         page.table(
             ("verdict", "claim", "where", "seconds"),

@@ -1,4 +1,4 @@
-"""The problems that the claims are measured on."""
+"""The problems of the claims."""
 
 from dataclasses import dataclass
 
@@ -19,19 +19,19 @@ from qclip.simulation.problems import (
 
 @dataclass(frozen=True)
 class SuiteCase:
-    """A problem, its name and a start."""
+    """A problem with its name and an initial point."""
 
     name: str
     problem: Problem
     x0: Floats
 
     def moments(self, candidates: tuple[float, ...] = (1.2, 1.5, 2.0)) -> list[float]:
-        """The q among the candidates whose moment the noise has."""
+        """Return the candidates q for which the noise has a q-th moment."""
         return [q for q in candidates if np.isfinite(self.problem.sigma(q))]
 
 
 def cases(rng: np.random.Generator) -> list[SuiteCase]:
-    """Every kind of problem: light and heavy tails, symmetric and skewed, atoms, a finite sum, a non-convex one."""
+    """Return problems of every kind: light and heavy tails, symmetric and skewed, atoms, finite sum, non-convex."""
     spectrum = np.geomspace(0.1, 1, 5)
     problems: dict[str, Problem] = {
         "quadratic, Gaussian": HeavyTailedQuadratic(10, Gaussian(0.3)),
@@ -49,7 +49,7 @@ def cases(rng: np.random.Generator) -> list[SuiteCase]:
 
 
 def points(case: SuiteCase, rng: np.random.Generator, count: int) -> Floats:
-    """Points around the minimiser at distances over several decades, [count, d]."""
+    """Return points around the minimiser at distances over several decades, [count, d]."""
     direction = rng.standard_normal((count, case.problem.dim))
     direction /= np.linalg.norm(direction, axis=1, keepdims=True)
     return case.problem.minimiser + direction * np.geomspace(1e-2, 1e1, count)[:, None]

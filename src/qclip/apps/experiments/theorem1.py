@@ -1,4 +1,4 @@
-"""Theorem 1 and Corollary 1: QC-SGD on every problem, against the bound as printed."""
+"""Claims about Theorem 1 and Corollary 1: QC-SGD on every problem, against the printed bound."""
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -16,7 +16,7 @@ from qclip.simulation.simulate import simulate
 
 @claim("theorem1-constant", "Theorem 1 bounds the mean of E||grad f||^2 at constant gamma and p", "Theorem 1, eq. 10")
 def theorem1_constant(effort: Effort) -> Outcome:
-    """Random quantiles and step sizes on every problem and moment, at the best beta and c; and the probes."""
+    """Run random quantiles and step sizes on every problem and moment, at the best beta and c; and the probes."""
     rng = effort.rng()
     rows = []
     for case in cases(rng):
@@ -39,7 +39,7 @@ def theorem1_constant(effort: Effort) -> Outcome:
 
 @claim("theorem1-varying", "Theorem 1 holds for any gamma_t and p_t that meet its condition", "Theorem 1, eq. 10")
 def theorem1_varying(effort: Effort) -> Outcome:
-    """The coupled schedules and random sequences on every problem and moment; and the probes, jittered."""
+    """Run the coupled schedules and random sequences on every problem and moment; and the probes, jittered."""
     rng = effort.rng()
     rows = []
 
@@ -73,7 +73,7 @@ def theorem1_varying(effort: Effort) -> Outcome:
     "Corollary 1, eq. 11, term 3",
 )
 def corollary_bias_floor(effort: Effort) -> Outcome:
-    """The two-point problem, runs of fixed length gamma T."""
+    """Run the two-point problem at a fixed product gamma T."""
     problem = TwoPoint(2, 0.7)
     gammas = np.geomspace(0.3, 0.3e-2 if effort.quick else 0.3e-3, 7)
     final = {"QC-SGD, p = 0.6": [], "plain SGD": []}
@@ -118,7 +118,7 @@ def corollary_bias_floor(effort: Effort) -> Outcome:
     "Corollary 1, eqs. 9 and 11",
 )
 def corollary_beta_tradeoff(effort: Effort) -> Outcome:
-    """Sweep beta at p = .8 and compare the best one with `bound`'s own choice."""
+    """Sweep beta at p = .8 and compare the best one with the choice of `bound`."""
     a = theory.Assumptions(L=1, sigma=1, q=2, gap=1)
     p, gamma, steps = 0.8, 0.05, 10_000
     betas = np.linspace(0.01, 0.99, effort.pick(200, 5000))
@@ -152,14 +152,14 @@ def corollary_beta_tradeoff(effort: Effort) -> Outcome:
 
 @claim("term2-direction", "More aggressive clipping (a smaller p) increases term 2", "after Corollary 1; erratum F")
 def term2_direction(effort: Effort) -> Outcome:
-    """Term 2 against p, and the clipped fraction at which terms 2 and 3 together are least."""
+    """Evaluate term 2 against p, and the clipped fraction at which terms 2 and 3 together are least."""
     a = theory.Assumptions(L=1, sigma=1, q=1.5, gap=1)
     gamma, beta = 0.002, 0.3
     p = np.linspace(0.3, 0.99, effort.pick(200, 2000))
     rows = [theory.bound(a, gamma, float(v), beta, steps=1000, form="printed") for v in p]
     term2, term3 = (np.array([getattr(row, name) * row.c for row in rows]) for name in ("variance", "bias"))
     h_star = np.sqrt(2 * gamma * a.L * beta / (a.q - 1))
-    found = minimize_scalar(
+    h_least = minimize_scalar(
         lambda h: 2 * gamma * a.L * h ** (-2 / a.q) + h ** (2 - 2 / a.q) / beta, bounds=(1e-4, 0.9), method="bounded"
     ).x
 
@@ -175,10 +175,10 @@ def term2_direction(effort: Effort) -> Outcome:
     rising = bool((np.diff(term2) > 0).all())
     return Outcome(
         expected="term 2 falls as p rises",
-        measured=f"term 2 rises with p: {rising}; terms 2 + 3 least at h = {found:.4f}, formula {h_star:.4f}",
+        measured=f"term 2 rises with p: {rising}; terms 2 + 3 least at h = {h_least:.4f}, formula {h_star:.4f}",
         printed=bool((np.diff(term2) < 0).all()),
-        repaired=bool(rising and abs(found - h_star) < 1e-3),
+        repaired=bool(rising and abs(h_least - h_star) < 1e-3),
         error="scalar minimisation; 1e-3 allowed",
-        values={"h_star": float(h_star), "h_found": float(found)},
+        values={"h_star": float(h_star), "h_found": float(h_least)},
         draw=draw,
     )

@@ -1,4 +1,4 @@
-"""Theorem 2: where the printed bound is broken, and the corrected and the sharp ones that hold."""
+"""Claims about Theorem 2: counterexamples to the printed bound, and the corrected and sharp bounds."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ from qclip.theory import FORMS, Form
 
 @dataclass(frozen=True)
 class Counterexample:
-    """f = ||x||^2 / 2 without gradient noise, at the largest step that the printed condition allows."""
+    """f = ||x||^2 / 2 without gradient noise, at the largest step size that the printed condition allows."""
 
     name: str
     dim: int
@@ -31,7 +31,7 @@ class Counterexample:
     steps: int
 
     def run(self, effort: Effort) -> dict[str, Any]:
-        """The mean of ||grad f||^2 beside the bound, at the printed and at the corrected step size."""
+        """Return the mean of ||grad f||^2 beside the bound, at the printed and at the corrected step size."""
         problem = HeavyTailedQuadratic(self.dim, Gaussian(0.0))
         x0 = np.full(self.dim, self.dim**-0.5)
         a = problem.assumptions(x0, 2.0)
@@ -41,7 +41,7 @@ class Counterexample:
             "dim": self.dim,
             "sampling": "iid",
         }
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         forms: tuple[Form, ...] = ("printed", "corrected")
         for form in forms:
             gamma = theory.max_step_private(a, self.p, self.beta, self.c, form=form, **public)
@@ -51,9 +51,9 @@ class Counterexample:
                 problem, step_size=gamma, p=self.p, steps=steps, x0=x0, batch_size=self.batch_size, record=20,
                 noise_multiplier=public["noise_multiplier"], seeds=64, seed=effort.rng(),
             )  # fmt: skip
-            found |= {f"gamma, {form}": gamma, f"measured, {form}": run.mean(), f"bound, {form}": limit.total}
-            found[f"path, {form}"] = run
-        return found
+            result |= {f"gamma, {form}": gamma, f"measured, {form}": run.mean(), f"bound, {form}": limit.total}
+            result[f"path, {form}"] = run
+        return result
 
 
 COUNTEREXAMPLES = (
@@ -64,19 +64,19 @@ COUNTEREXAMPLES = (
 
 @claim("theorem2-printed", "Theorem 2 bounds DP-QC-SGD with S = 1/B + sigma_DP^2", "Theorem 2; errata C and D")
 def theorem2_printed(effort: Effort) -> Outcome:
-    """Two counterexamples: the cross terms of a batch, and the dimension of the noise."""
+    """Run two counterexamples: the cross terms of a batch, and the dimension of the noise."""
     results = {example.name: example.run(effort) for example in COUNTEREXAMPLES}
-    paths = {name: (found.pop("path, printed"), found.pop("path, corrected")) for name, found in results.items()}
-    broken = [found["measured, printed"] > found["bound, printed"] for found in results.values()]
-    repaired = all(found["measured, corrected"] <= found["bound, corrected"] for found in results.values())
+    paths = {name: (result.pop("path, printed"), result.pop("path, corrected")) for name, result in results.items()}
+    broken = [result["measured, printed"] > result["bound, printed"] for result in results.values()]
+    repaired = all(result["measured, corrected"] <= result["bound, corrected"] for result in results.values())
 
     def draw() -> Figure:
         figure, axes = new_figure(2, width=9)
-        for ax, (name, found) in zip(axes, results.items(), strict=True):
+        for ax, (name, result) in zip(axes, results.items(), strict=True):
             for run, form in zip(paths[name], ("printed", "corrected"), strict=True):
                 means = run.mean_grad_norm2.mean(1)
                 (line,) = ax.semilogy(run.steps, means, label=f"measured, {form} step size")
-                ax.axhline(found[f"bound, {form}"], color=line.get_color(), linestyle="--", linewidth=0.9,
+                ax.axhline(result[f"bound, {form}"], color=line.get_color(), linestyle="--", linewidth=0.9,
                            label=f"{form} bound")  # fmt: skip
             label(ax, "steps", "mean of ||∇f||²", name)
         return figure
@@ -84,22 +84,22 @@ def theorem2_printed(effort: Effort) -> Outcome:
     return Outcome(
         expected="measured mean at most the printed bound",
         measured="; ".join(
-            f"{name}: measured {found['measured, printed']:.2g} against {found['bound, printed']:.3g}, corrected form "
-            f"{found['measured, corrected']:.2g} against {found['bound, corrected']:.3g}"
-            for name, found in results.items()
+            f"{name}: measured {result['measured, printed']:.2g} against {result['bound, printed']:.3g}, corrected "
+            f"form {result['measured, corrected']:.2g} against {result['bound, corrected']:.3g}"
+            for name, result in results.items()
         ),
         printed=not any(broken),
         repaired=all(broken) and repaired,  # each of the two errors must show by itself
         error="the first is deterministic; the second averages 64 seeds",
         values={
-            f"{key} ({index})": value for index, found in enumerate(results.values()) for key, value in found.items()
+            f"{key} ({index})": value for index, result in enumerate(results.values()) for key, value in result.items()
         },
         draw=draw,
     )
 
 
 def settings(effort: Effort, form: Form) -> tuple[list[BoundCheck], list[float]]:
-    """Random private runs at up to the largest step of a form, the probes, and the gains of sharp over corrected."""
+    """Return random private runs and the probes of a form, and the ratios of the corrected bound to the sharp one."""
     rng = effort.rng()
     rows, gains = [], []
 
@@ -136,13 +136,13 @@ def settings(effort: Effort, form: Form) -> tuple[list[BoundCheck], list[float]]
 
 @claim("theorem2-corrected", "The corrected theorem, S = 1/B + d z^2/B^2, bounds DP-QC-SGD", "section 6")
 def theorem2_corrected(effort: Effort) -> Outcome:
-    """Random private runs against the corrected bound."""
+    """Compare random private runs with the corrected bound."""
     return against_bound(settings(effort, "corrected")[0], "DP-QC-SGD, random settings")
 
 
 @claim("sharp-theorem", "The sharp theorem bounds (DP-)QC-SGD and is below the other bounds", "section 7")
 def sharp_theorem(effort: Effort) -> Outcome:
-    """Random private runs against the sharp bound, and the bounds against each other."""
+    """Compare random private runs with the sharp bound, and the bounds with each other."""
     rows, gains = settings(effort, "sharp")
     checked = against_bound(rows, "")
     rng = effort.rng()
@@ -178,7 +178,7 @@ def sharp_theorem(effort: Effort) -> Outcome:
 
 
 def _plain_gain(rng: np.random.Generator) -> float:
-    """The smaller of the printed and the corrected bound over the sharp one, at a random setting without noise."""
+    """Return the ratio of the smaller other bound to the sharp one, at a random setting without noise."""
     a = theory.Assumptions(1, 10 ** rng.uniform(-1, 1), rng.uniform(1.05, 2), 10 ** rng.uniform(-1, 1))
     p, steps = rng.uniform(0.05, 0.99), int(10 ** rng.uniform(1, 5))
     gamma = rng.uniform(0.01, 0.99) * min(theory.max_step(a, p, form=form) for form in FORMS)

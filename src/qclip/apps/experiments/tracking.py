@@ -1,7 +1,7 @@
-"""How well each threshold follows a quantile that moves: side by side, at equal total privacy.
+"""The tracking error of each threshold on a moving quantile, at equal total privacy.
 
-Norms are drawn from known laws whose location drifts by 1 % a step, up and down, or jumps by a factor of 100. Every
-estimator gets the same total noise multiplier; what it pays for its counts is noise on the gradient: a column.
+Norms are drawn from known distributions whose location drifts by 1 % a step, up and down, or jumps by a factor of 100.
+Every estimator gets the same total noise multiplier; the cost of its counts, as noise on the gradient, is a column.
 """
 
 import math
@@ -32,7 +32,7 @@ from qclip.thresholds import (
 )
 from qclip.thresholds.threshold import refusal
 
-LAWS: dict[str, Any] = {
+DISTRIBUTIONS: dict[str, Any] = {
     "log-normal": stats.lognorm(1.0),
     "narrow log-normal": stats.lognorm(0.25),
     "Pareto": stats.pareto(1.5),
@@ -43,19 +43,19 @@ LAWS: dict[str, Any] = {
 }
 DRIFT, JUMP = 0.01, math.log(100)
 NEAR = 0.22
-"""A quantile has been reached when log tau is this near: 25 %."""
+"""A quantile counts as reached when log tau is this near: 25 %."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The public constants of a run, and the quantile aimed at."""
+    """The public constants of a run, and the target quantile."""
 
     batch_size: int
     noise_multiplier: float
     p: float
 
     def conditions(self, steps: int) -> Conditions:
-        """What a threshold is told beforehand."""
+        """Return the public facts of a run with this many steps."""
         return Conditions(self.batch_size, steps, self.noise_multiplier, (1,))
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ SETTINGS = (
 
 
 def estimators(setting: Setting) -> dict[str, Any]:
-    """Everything to compare, at this setting."""
+    """Return the estimators to compare at this setting."""
     p = setting.p
     return {
         "PrivateQuantile": PrivateQuantile(p),
@@ -86,7 +86,7 @@ def estimators(setting: Setting) -> dict[str, Any]:
 
 
 def literature_share(setting: Setting) -> float:
-    """What the usual count noise, a twentieth of the batch size, costs; its sensitivity is one half.
+    """Return the noise share of the usual count noise, a twentieth of the batch size; the sensitivity is one half.
 
     >>> round(literature_share(Setting(64, 1, 0.5)), 4)
     0.0124
@@ -97,7 +97,7 @@ def literature_share(setting: Setting) -> float:
 
 @dataclass(frozen=True)
 class Trace:
-    """Where tau went, [steps, runs]."""
+    """The path of tau, [steps, runs]."""
 
     unclipped: Floats
     """The true probability that an example is not clipped."""
@@ -105,18 +105,27 @@ class Trace:
     """log tau less the log of the true quantile."""
 
     def steps_to_reach(self) -> Floats:
-        """The first step of each run that is near the quantile or past it; the length where none is."""
+        """Return the first step of each run that is near the quantile or past it; the length where none is."""
         side = np.sign(self.distance[0])
         there = side * self.distance <= NEAR
         return np.where(there.any(0), there.argmax(0), len(there))
 
 
 def follow(
-    threshold: Threshold[Any], law: Any, path: Floats, setting: Setting, *, runs: int, rng: np.random.Generator
+    threshold: Threshold[Any], distribution: Any, path: Floats, setting: Setting, *, runs: int, rng: np.random.Generator
 ) -> Trace:
-    """Run an estimator on norms ``exp(path[step])`` times draws of the law, many runs at once.
+    """Run an estimator on norms ``exp(path[step])`` times draws of the distribution, many runs at once.
 
-    The runs are the groups of one state, since no estimator mixes its groups; each has the noise of a run with one.
+    The runs are the groups of one state, since no estimator mixes its groups; each has the noise of a run with one
+    group.
+
+    Args:
+        threshold: The estimator.
+        distribution: A frozen distribution of scipy.
+        path: Location of the log norms at each step.
+        setting: The public constants, and the target quantile.
+        runs: Number of runs.
+        rng: Generator of norms and noise.
     """
     B = setting.batch_size
     split = accounting.split(setting.noise_multiplier, threshold.noise_share)
@@ -124,7 +133,7 @@ def follow(
     for step, place in enumerate(path):
         # Raw norms come as one array: then all runs have batches of one size.
         sizes = rng.poisson(B, runs) if threshold.private else np.full(runs, rng.poisson(B))
-        norms = law.rvs((sizes.max(), runs), random_state=rng) * math.exp(place)
+        norms = distribution.rvs((sizes.max(), runs), random_state=rng) * math.exp(place)
         raw_norms = None if threshold.private else norms
         tau = np.array(threshold.clip_norms(state, step, raw_norms))
         taus[step] = tau
@@ -132,7 +141,7 @@ def follow(
         answer = _answer(threshold.ask(state, step), tau, norms, sizes, split, B, rng)
         state = threshold.update(state, step, replace(answer, raw_norms=raw_norms))
     relative = taus * np.exp(-path)[:, None]
-    return Trace(law.cdf(relative), np.log(relative / law.ppf(setting.p)))
+    return Trace(distribution.cdf(relative), np.log(relative / distribution.ppf(setting.p)))
 
 
 def _answer(
@@ -144,7 +153,7 @@ def _answer(
     B: int,
     rng: np.random.Generator,
 ) -> Answer:
-    """What the mechanism would release; ``norms`` [examples, runs]."""
+    """Return the answer that the mechanism would release; ``norms`` is [examples, runs]."""
 
     def within(radii: Any) -> Floats:
         return (norms[:, :, None] <= np.array(radii)).sum(0)
@@ -174,24 +183,24 @@ class TrackingRow:
     estimator: str
     private: bool
     cost: float
-    """By how much the gradient's noise grows."""
+    """Growth of the gradient's noise."""
     bias: float
-    """The mean error of the unclipped fraction on norms that stand still, of the law where it is largest."""
+    """Mean error of the unclipped fraction on stationary norms, for the distribution where it is largest."""
     error: float
-    """The root mean square error of the unclipped fraction on norms that drift by 1 % a step, up and down."""
+    """Root mean square error of the unclipped fraction on norms that drift by 1 % a step, up and down."""
     steps_up: float
-    """To reach a quantile a hundred times as large as the first tau; the median run."""
+    """Steps to reach a quantile a hundred times as large as the first tau; the median run."""
     steps_down: float
-    """To reach one a hundred times smaller."""
+    """Steps to reach one a hundred times smaller."""
     refused: bool
     """Whether the estimator would refuse this run."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much to simulate."""
+    """The size of the simulation."""
 
-    laws: tuple[str, ...] = tuple(LAWS)
+    distributions: tuple[str, ...] = tuple(DISTRIBUTIONS)
     steps: int = 600
     runs: int = 16
 
@@ -207,7 +216,14 @@ def tracking(settings: Sequence[Setting] = SETTINGS, size: Size = Size(), *, see
 def report(
     out: Path | str, settings: Sequence[Setting] = SETTINGS, *, quick: bool = False, seed: int = 0
 ) -> list[TrackingRow]:
-    """Measure, and write ``thresholds.md`` and ``thresholds.png`` into a folder; half a minute when ``quick``."""
+    """Measure every estimator and write ``thresholds.md`` and ``thresholds.png``.
+
+    Args:
+        out: Folder to write to.
+        settings: The settings to measure at.
+        quick: Whether to take half a minute, with fewer distributions and steps.
+        seed: Seed of the simulation.
+    """
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     rows = tracking(settings, QUICK if quick else Size(), seed=seed)
@@ -223,16 +239,17 @@ def _rows(settings: Sequence[Setting], size: Size, seed: int) -> Iterator[Tracki
 
 
 def measure(name: str, threshold: Any, setting: Setting, size: Size, rng: np.random.Generator) -> TrackingRow:
-    """One estimator at one setting."""
+    """Measure one estimator at one setting."""
 
-    def run(law: str, path: Floats, start: float = 1.0) -> Trace:
-        first = start * math.exp(path[0]) * LAWS[law].ppf(setting.p)
-        return follow(replace(threshold, initial=first), LAWS[law], path, setting, runs=size.runs, rng=rng)
+    def run(kind: str, path: Floats, start: float = 1.0) -> Trace:
+        distribution = DISTRIBUTIONS[kind]
+        first = start * math.exp(path[0]) * distribution.ppf(setting.p)
+        return follow(replace(threshold, initial=first), distribution, path, setting, runs=size.runs, rng=rng)
 
     settled, still = size.steps // 3, np.zeros(size.steps)
-    biases = [float(run(law, still).unclipped[settled:].mean()) - setting.p for law in size.laws]
+    biases = [float(run(kind, still).unclipped[settled:].mean()) - setting.p for kind in size.distributions]
     drift = up_and_down(size.steps)
-    errors = [run(law, drift).unclipped[settled:] - setting.p for law in ("log-normal", "Pareto")]
+    errors = [run(kind, drift).unclipped[settled:] - setting.p for kind in ("log-normal", "Pareto")]
     up, down = (np.median(run("log-normal", still, start).steps_to_reach()) for start in (0.01, 100.0))
     z = setting.noise_multiplier
     return TrackingRow(
@@ -249,13 +266,13 @@ def measure(name: str, threshold: Any, setting: Setting, size: Size, rng: np.ran
 
 
 def up_and_down(steps: int) -> Floats:
-    """A location that drifts up by 1 % a step and then down, 100 steps each."""
+    """Return a location that drifts up by 1 % a step and then down, 100 steps each."""
     turns = np.arange(steps) // 100 % 2
     return np.cumsum(np.where(turns == 0, DRIFT, -DRIFT))
 
 
 def table(rows: Sequence[TrackingRow]) -> str:
-    """The rows in Markdown."""
+    """Return the rows as Markdown."""
     lines = [
         "| B, z, p | estimator | cost | bias | error | up | down |",
         "|---|---|---|---|---|---|---|",
@@ -273,7 +290,7 @@ SHOWN = ("PrivateQuantile", "SlackQuantile", "HistogramQuantile", "GeometricQuan
 
 
 def draw(rows: Sequence[TrackingRow], *, seed: int = 0) -> Figure:
-    """One run of each private estimator through drift and jumps, and the errors of all rows."""
+    """Draw one run of each private estimator through drift and jumps, and the errors of all rows."""
     figure, (left, right) = new_figure(2, width=11, height=4.0)
     _draw_run(left, Setting(256, 4, 0.5), seed)
     _draw_errors(right, rows)
@@ -284,8 +301,9 @@ def _draw_run(ax: Any, setting: Setting, seed: int) -> None:
     path = up_and_down(400)
     path[150:275] += JUMP
     for number, name in enumerate(SHOWN):
-        threshold = replace(estimators(setting)[name], initial=LAWS["log-normal"].ppf(setting.p))
-        trace = follow(threshold, LAWS["log-normal"], path, setting, runs=1, rng=np.random.default_rng([seed, number]))
+        distribution = DISTRIBUTIONS["log-normal"]
+        threshold = replace(estimators(setting)[name], initial=distribution.ppf(setting.p))
+        trace = follow(threshold, distribution, path, setting, runs=1, rng=np.random.default_rng([seed, number]))
         ax.semilogy(np.exp(trace.distance[:, 0] + path), linewidth=1, color=CYCLE[number], label=name)
     ax.semilogy(np.exp(path), "k--", linewidth=0.9, label="true quantile")
     title = f"norms drift by 1 % a step and jump by 100 (B = {setting.batch_size}, z = {setting.noise_multiplier:g})"
@@ -296,10 +314,10 @@ def _draw_errors(ax: Any, rows: Sequence[TrackingRow]) -> None:
     settings = list(dict.fromkeys(row.setting for row in rows))
     names = list(dict.fromkeys(row.estimator for row in rows))
     colors = dict(zip(names, CYCLE, strict=False)) | {"ExactQuantile": "k", "RollingQuantile": GREY}
-    found = {(row.setting, row.estimator): row.error for row in rows}
+    errors = {(row.setting, row.estimator): row.error for row in rows}
     for name, marker in zip(names, "os^Dvx+", strict=False):
-        places = [place for place, setting in enumerate(settings) if (setting, name) in found]
-        values = [found[setting, name] for setting in settings if (setting, name) in found]
+        places = [place for place, setting in enumerate(settings) if (setting, name) in errors]
+        values = [errors[setting, name] for setting in settings if (setting, name) in errors]
         ax.semilogy(places, values, marker, markersize=5, color=colors[name], label=name)
     ax.set_xticks(range(len(settings)), [str(setting) for setting in settings])
     ax.set_yticks([0.01, 0.02, 0.05, 0.1], ["0.01", "0.02", "0.05", "0.1"])

@@ -33,9 +33,9 @@ class RunComparison:
 
     def differences(self) -> dict[str, str]:
         """Return the settings in which the runs differ: each value, and its runs."""
-        known = {name: record.summary.settings for name, record in self.runs.items()}
-        names = dict.fromkeys(key for given in known.values() for key in given if key not in UNCOMPARED)
-        texts = {key: {run: words.plain(given.get(key)) or "none" for run, given in known.items()} for key in names}
+        settings = {name: record.summary.settings for name, record in self.runs.items()}
+        names = dict.fromkeys(key for given in settings.values() for key in given if key not in UNCOMPARED)
+        texts = {key: {run: words.plain(given.get(key)) or "none" for run, given in settings.items()} for key in names}
         return {key: _grouped(text) for key, text in texts.items() if len(set(text.values())) > 1}
 
     def as_json(self) -> dict[str, Any]:

@@ -39,16 +39,8 @@ def unclipped_fraction(record: Record) -> Figure:
     _lines(ax, record, means)
     if record.targets is not None:
         marker = "_" if len(record.steps) == 1 else ""
-        ax.plot(
-            record.steps,
-            record.targets,
-            "--",
-            marker=marker,
-            markersize=12,
-            color="black",
-            linewidth=1.1,
-            label="target p",
-        )
+        style = {"linestyle": "--", "color": "black", "linewidth": 1.1, "marker": marker, "markersize": 12}
+        ax.plot(record.steps, record.targets, label="target p", **style)
     ax.set_ylim(*_fraction_limits(means, record.targets))
     label(ax, "step", "fraction unclipped")
     _name_groups(figure, ax, record)
@@ -103,10 +95,10 @@ def running_mean(values: Floats, width: int) -> Floats:
     >>> running_mean(np.array([[1.0], [np.nan], [5.0]]), 3).tolist()
     [[1.0], [3.0], [5.0]]
     """
-    known = np.isfinite(values)
+    finite = np.isfinite(values)
     zero = np.zeros((1, values.shape[1]))
-    sums = np.concatenate([zero, np.cumsum(np.where(known, values, 0), axis=0)])
-    counts = np.concatenate([zero, np.cumsum(known, axis=0)])
+    sums = np.concatenate([zero, np.cumsum(np.where(finite, values, 0), axis=0)])
+    counts = np.concatenate([zero, np.cumsum(finite, axis=0)])
     centre, half = np.arange(len(values)), width // 2
     low, high = np.maximum(centre - half, 0), np.minimum(centre + half + 1, len(values))
     inside = counts[high] - counts[low]

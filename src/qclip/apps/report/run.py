@@ -199,7 +199,7 @@ def _facts(record: Record) -> Iterator[str]:
     yield "<h2>The run</h2>"
     z, gradient = words.number(summary.noise_multiplier), words.number(summary.gradient_noise_multiplier)
     rate = words.number(summary.sample_rate)
-    known = {
+    facts = {
         "examples": words.plain(summary.examples),
         "expected batch size": f"{words.plain(summary.batch_size)} (sampling rate {rate})",
         "steps": words.steps(record),
@@ -210,7 +210,7 @@ def _facts(record: Record) -> Iterator[str]:
         "threshold": words.threshold_settings(record),
         "seconds": words.plain(summary.seconds),
     }
-    yield page.definitions(known.items())
+    yield page.definitions(facts.items())
     shown = [(key.replace("_", " "), words.plain(value)) for key, value in summary.settings.items()]
     yield f"<h2>Settings</h2>{page.definitions(shown)}"
     yield f"<h2>Command</h2><pre>{escape(summary.command)}</pre>"

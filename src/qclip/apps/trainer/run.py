@@ -1,7 +1,7 @@
 """Runs of the trainer: started from settings, or resumed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -210,14 +210,8 @@ def _check_labels(task: Task, model: nn.Module) -> None:
 
 
 def _defaults(task: Task) -> dict[str, Any]:
-    found = task.defaults
-    return {
-        "batch_size": found.batch_size,
-        "epochs": found.epochs,
-        "lr": found.learning_rate,
-        "p": 0.7,
-        "tau": found.tau,
-    }
+    defaults = asdict(task.defaults)
+    return defaults | {"lr": defaults.pop("learning_rate"), "p": 0.7}
 
 
 def _device(given: str | None) -> str:
