@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from qclip._validate import Refusal
 from qclip.engine.capture.faults import CORRECTED
 from qclip.engine.capture.invocation import Invocation, opened
+from qclip.engine.capture.overrides import Overrides
 from qclip.engine.capture.routing import ROUTING, moved_dimensions
-from qclip.engine.capture.substitutes import Substitutes
 from qclip.engine.gradients import rules
 from qclip.engine.gradients.layouts import relative
 from qclip.engine.gradients.sites import Call, Output, Site, Source, tensors, with_tensors
@@ -39,7 +39,7 @@ class Capture(TorchFunctionMode):
         not_broadcasts: Ordinals of calls that look like broadcasts over the batch and are none.
         keep_values: Whether sites keep a copy of their first output.
         observe: Called with the index and the first output of every site.
-        substitutes: Runs the functions of a forward pass that is traced for a compiled step; None for an eager one.
+        overrides: Runs the functions of a forward pass that is traced for a compiled step; None for an eager one.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Capture(TorchFunctionMode):
         not_broadcasts: Collection[int] = (),
         keep_values: bool = False,
         observe: Callable[[int, Tensor], None] | None = None,
-        substitutes: Substitutes | None = None,
+        overrides: Overrides | None = None,
     ) -> None:
         super().__init__()
         self.sites: list[Site] = []
@@ -64,7 +64,7 @@ class Capture(TorchFunctionMode):
         self._batch_size = batch_size
         self._keep_values = keep_values
         self._observe = observe
-        self._substitutes = substitutes
+        self._overrides = overrides
         self._num_broadcasts = 0
         self._sources = {
             id(p): Source(get_gradient_edge(p), p.shape, p.dtype, frozenset([name])) for name, p in parameters.items()
@@ -106,7 +106,7 @@ class Capture(TorchFunctionMode):
         data = [x for x in call.tensors if self._is_data(x)]
         data_nodes = _nodes(data)
         # A call without a rule may have to run again, with the same random numbers. A traced call runs only once.
-        may_run_again = entry is None and bool(data) and self._substitutes is None
+        may_run_again = entry is None and bool(data) and self._overrides is None
         random_state = RandomState.now(data[0].device) if may_run_again else None
         detached = self._detached(call)  # before the function can overwrite an argument
         result, results = self._run(call)
@@ -125,13 +125,13 @@ class Capture(TorchFunctionMode):
 
     def _run(self, call: Invocation) -> tuple[Any, list[Tensor]]:
         """Run a call; return its result, and the tensors whose gradients a site needs."""
-        if self._substitutes is None:
+        if self._overrides is None:
             result = CORRECTED.get(call.function, call.function)(*call.args, **call.kwargs)
         else:
-            result = self._substitutes.run(call.function, call.args, call.kwargs)
+            result = self._overrides.run(call.function, call.args, call.kwargs)
         results = [result] if isinstance(result, Tensor) else tensors(result)
-        if self._substitutes is not None and call.function is F.linear:
-            results = [self._substitutes.whole(x) for x in results]
+        if self._overrides is not None and call.function is F.linear:
+            results = [self._overrides.whole(x) for x in results]
         return result, results
 
     # Classify
