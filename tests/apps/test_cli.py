@@ -129,7 +129,7 @@ def test_plan_of_the_privacy_alone(capsys):
         "sampling rate",
         "PrivateQuantile(0.7)",
         "count noise",
-        "What is spent when",
+        "Epsilon spent",
     ):
         assert word in out
     assert "qclip.make_private(" in out
@@ -197,16 +197,16 @@ def test_plan_for_a_target_with_noise_counts_its_steps(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "plan = 'of nothing'"),
-        (("--steps", "10"), "plan = 'of nothing'"),
-        (("--L", "1", "--steps", "10"), "--sigma = None must be given with --L"),
-        (("--gap", "1", "--steps", "10"), "--L = None must be given with --gap"),
-        (("--q", "1.5", "--steps", "10"), "--L = None must be given with --q"),
-        ((*PRIVATE[1:], "--noise-multiplier", "1", "--target", "0.1"), "--L = None must be given with --target"),
+        ((), "there is nothing to plan"),
+        (("--steps", "10"), "there is nothing to plan"),
+        (("--L", "1", "--steps", "10"), "--L was given without --sigma"),
+        (("--gap", "1", "--steps", "10"), "--gap was given without --L"),
+        (("--q", "1.5", "--steps", "10"), "--q was given without --L"),
+        ((*PRIVATE[1:], "--noise-multiplier", "1", "--target", "0.1"), "--target was given without --L"),
         ((*PRIVATE[1:], "--noise-multiplier", "1", "--epsilon", "2"), "--noise-multiplier = 1.0 must be left out"),
         ((*PRIVATE[1:], "--noise-multiplier", "1", "--epochs", "2"), "epochs, steps = (2, 10)"),
         (PRIVATE[1:], "--examples = 200 must be left out without --epsilon"),
-        (("--examples", "200", "--steps", "5", "--epsilon", "2"), "--batch-size = None must be given"),
+        (("--examples", "200", "--steps", "5", "--epsilon", "2"), "--examples was given without --batch-size"),
         (("--examples", "200", "--batch-size", "10", "--epsilon", "2"), "epochs, steps = (None, None)"),
         (
             ("--examples", "200", "--batch-size", "10.5", "--epsilon", "2", "--steps", "3"),

@@ -60,7 +60,7 @@ def test_nothing_to_report(capsys, tmp_path, count):
 def test_no_folder_is_refused(capsys):
     status, _, err = run(capsys)
     assert status == 2
-    assert "folder of a run" in err
+    assert "no folder of a run was given" in err
 
 
 def test_json(capsys, tmp_path):

@@ -85,8 +85,8 @@ def test_digits_are_learnt_and_reported(capsys, tmp_path):
         (("--threshold", "constant", "--tau", "1", "--p", "0.5"), "--p = 0.5 must be left out"),
         (("--batch-size", "5000"), "--batch-size = 5000 must be <= 1497"),
         (("--data", "nothing"), "'nothing' must be one of"),
-        (("--resume",), "--out = None must be given with --resume"),
-        (("--resume", "--overwrite"), "--overwrite = True must be left out with --resume"),
+        (("--resume",), "--resume was given without --out"),
+        (("--resume", "--overwrite"), "--resume and --overwrite exclude each other"),
     ],
     ids=["epsilon", "both", "delta", "tau", "p", "batch-size", "data", "resume-what", "resume-and-overwrite"],
 )
@@ -104,14 +104,14 @@ def test_an_unwritable_out_is_refused_before_any_training(capsys, small, tmp_pat
     blocked.write_text("in the way")
     status, out, err = run(capsys, *small, "--out", blocked)
     assert (status, out) == (2, "")
-    assert "a folder to write to" in " ".join(err.split())
+    assert "is not usable" in " ".join(err.split())
     assert blocked.read_text() == "in the way"
 
 
 def test_resuming_a_finished_run_and_writing_over_it(capsys, small, tmp_path):
     assert run(capsys, *small, "--out", tmp_path)[0] == 0
     before = RunFolder(tmp_path).metrics_file.read_bytes()
-    for more, words in ((["--resume"], "not finished"), (small, "holds a finished one")):
+    for more, words in ((["--resume"], "cannot be resumed"), (small, "holds a finished run")):
         status, _, err = run(capsys, *more, "--out", tmp_path)
         assert (status, words in " ".join(err.split())) == (2, True)
     assert RunFolder(tmp_path).metrics_file.read_bytes() == before
@@ -126,7 +126,7 @@ def test_what_weakens_the_promise_is_said(capsys, table, tmp_path):
     status, out, err = run(capsys, *small, "--overwrite", "--epsilon", "0.2", "--delta", "0.003", "--seed", "1")
     assert (status, err) == (0, "")
     assert "warning: delta = 0.003 is not below 1/dataset_size" in out
-    assert "whoever knows the seed can subtract the noise" in out
+    assert "anyone who knows the seed can subtract the noise" in out
 
 
 def test_the_certificate_is_shown_or_why_there_is_none(capsys, table, tmp_path, monkeypatch):
@@ -166,7 +166,7 @@ def test_ctrl_c_finishes_the_step_and_resume_gives_the_run_that_would_have_been(
     status, _, err = run(capsys, "--resume", "--out", stopped.path, "--lr", "0.3")
     assert (status, "--lr = 0.3 must be" in err) == (2, True)
     status, out, _ = run(capsys, "--resume", "--out", stopped.path)
-    assert (status, f"going on after step {steps}" in out) == (0, True)
+    assert (status, f"resuming after step {steps}" in out) == (0, True)
     assert run(capsys, *arguments, "--out", tmp_path / "whole")[0] == 0
     assert stopped.metrics_file.read_bytes() == RunFolder(tmp_path / "whole").metrics_file.read_bytes()
 

@@ -101,7 +101,7 @@ def in_bfloat16(form):
 
 @pytest.mark.parametrize("case", NATIVE.values(), ids=NATIVE)
 def test_kernels_give_norms_and_sums_of_the_very_gradients_that_would_be_kept(case, native, monkeypatch):
-    """Also where they are not kept: nothing is split, and no norm needs room for a doubt."""
+    """Also where they are not kept: nothing is split, and no norm needs a rounding margin."""
     form, factors = in_bfloat16(windows(case)), torch.tensor([0.5, 0.0, 2.0, 0.125])
     assert form.in_kernels
     monkeypatch.setattr(Windows, "_split", None)

@@ -94,9 +94,9 @@ def assert_norms(squares, form, expected=None, gram=False):
     """Right, and not below the truth by more than the last digit; above it by rounding of the summands only."""
     truth, sizes = norms(exact(form) if expected is None else expected), summands(form)
     found = squares.double().sqrt()
-    room = 20 * EPS * sizes.square() if gram else 20 * EPS * sizes * truth + (20 * EPS * sizes).square()
+    margin = 20 * EPS * sizes.square() if gram else 20 * EPS * sizes * truth + (20 * EPS * sizes).square()
     assert (found >= truth * (1 - 2 * EPS) - 1e-30).all()
-    assert (found.square() <= truth.square() * (1 + 20 * EPS) + room + 1e-30).all()
+    assert (found.square() <= truth.square() * (1 + 20 * EPS) + margin + 1e-30).all()
 
 
 def check(form):

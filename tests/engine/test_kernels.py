@@ -26,7 +26,7 @@ from shards import every
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
-GPU_ROOM = 2e-5
+GPU_TOLERANCE = 2e-5
 """How much twins may differ on a GPU: it adds up in other orders, and 16-bit products not quite in float32."""
 GEOMETRIES = [  # images, side, kernel, stride, padding, dilation
     pytest.param((2, 3, 9, 8), 5, (3, 3), (1, 1), (1, 1), (1, 1), id="few-channels"),
@@ -91,12 +91,12 @@ def assert_close(found, expected, rtol):
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     assert found.stride() == expected.stride()
-    rtol = max(rtol, GPU_ROOM) if found.is_cuda else rtol
+    rtol = max(rtol, GPU_TOLERANCE) if found.is_cuda else rtol
     assert (found.double() - expected.double()).abs().max() <= rtol * expected.double().abs().max()
 
 
-def check_gram(left, right, cut=None):
-    found, expected = gram.launch(left, right, cut), torch.stack(gram.twin(left, right))
+def check_gram(left, right, tiling=None):
+    found, expected = gram.launch(left, right, tiling), torch.stack(gram.twin(left, right))
     for one, other in zip(found, expected, strict=True):  # squares and sizes: each with its own scale
         assert_close(one, other, 1e-6)
 
@@ -178,36 +178,36 @@ def test_native_norms_of_few_positions_are_sums_of_pairs(monkeypatch):
     assert sizes == [72, 256]
 
 
-def check_windows(dtype, layout, cut, *case):
+def check_windows(dtype, layout, tiling, *case):
     images, grads = images_and_grads(*case, dtype=dtype, layout=layout)
-    found, squares = windows.launch(images, grads, *case[2:], cut=cut)
+    found, squares = windows.launch(images, grads, *case[2:], tiling=tiling)
     expected, _ = windows.twin(images, grads, *case[2:])
     # Summed in another order, and then rounded; the interpreter rounds to bfloat16 towards zero: one unit.
     unit = max(1e-6, torch.finfo(dtype).eps if dtype != torch.float32 else 0)
     assert_close(found, expected, unit)
     assert_close(squares, found.float().square().sum((1, 2, 3, 4)), 1e-6)
     # Without writing the gradients: the same numbers, to the last bit.
-    alone = windows.launch_squares(images, grads, *case[2:], cut=cut)
+    alone = windows.launch_squares(images, grads, *case[2:], tiling=tiling)
     assert torch.equal(alone, squares)
     assert_close(alone, windows.twin_squares(images, grads, *case[2:]), 2 * unit)
-    check_sums(images, grads, found, unit, cut, case[2:])
+    check_sums(images, grads, found, unit, tiling, case[2:])
 
 
-def check_sums(images, grads, gradients, unit, cut, geometry):
+def check_sums(images, grads, gradients, unit, tiling, geometry):
     """However the examples are shared out, the sum is one of the rounded gradients."""
     count = len(images)
     wide = normal(count, 3, dtype=torch.float32)
     factors = wide[:, 1]  # with a stride, as one of several groups
     expected = torch.einsum("b,bmijc->mijc", factors, gradients.float())
     for shares in (1, 2, None):
-        found = windows.launch_sums(images, grads, factors, *geometry, cut=cut, shares=shares)
+        found = windows.launch_sums(images, grads, factors, *geometry, tiling=tiling, shares=shares)
         assert_close(found, expected, 1e-6)
         for example, one in enumerate(torch.eye(count)):
-            chosen = windows.launch_sums(images, grads, one, *geometry, cut=cut, shares=shares)
+            chosen = windows.launch_sums(images, grads, one, *geometry, tiling=tiling, shares=shares)
             assert torch.equal(chosen, gradients[example].float())
     # The twin may round every gradient one unit away from the kernel.
-    room = unit * (factors.abs() @ gradients.float().abs().amax((1, 2, 3, 4)))
-    assert (found - windows.twin_sums(images, grads, factors, *geometry)).abs().max() <= room
+    margin = unit * (factors.abs() @ gradients.float().abs().amax((1, 2, 3, 4)))
+    assert (found - windows.twin_sums(images, grads, factors, *geometry)).abs().max() <= margin
 
 
 @pytest.mark.parametrize(
@@ -218,11 +218,11 @@ def test_windows_kernel_is_its_twin(interpreter, geometry, dtype, layout):
 
 
 @pytest.mark.parametrize(
-    "cut", [pytest.param((16, 16, 16), marks=pytest.mark.slow), (16, 64, 32), (64, 32, 64)], ids=str
+    "tiling", [pytest.param((16, 16, 16), marks=pytest.mark.slow), (16, 64, 32), (64, 32, 64)], ids=str
 )
-def test_windows_kernel_is_its_twin_in_every_tiling(interpreter, cut):
+def test_windows_kernel_is_its_twin_in_every_tiling(interpreter, tiling):
     case = (2, 5, 8, 7), 20, (3, 3), (1, 1), (1, 1), (1, 1)
-    interpreter(check_windows, torch.float16, torch.channels_last, windows.WindowTiling(*cut, 4, 2), *case)
+    interpreter(check_windows, torch.float16, torch.channels_last, windows.WindowTiling(*tiling, 4, 2), *case)
 
 
 def check_windows_of_views():
@@ -324,8 +324,8 @@ def check_cross_entropy(scores, target, classes=None, ignored=IGNORED, smoothing
     assert_close(losses, expected[0], 1e-6)
     highest, logarithms = expected[1]
     assert torch.equal(sums[0], highest)
-    room = GPU_ROOM if sums.is_cuda else 1e-6
-    torch.testing.assert_close(sums[1], logarithms, rtol=room, atol=room)  # of sums from 1
+    tolerance = GPU_TOLERANCE if sums.is_cuda else 1e-6
+    torch.testing.assert_close(sums[1], logarithms, rtol=tolerance, atol=tolerance)  # of sums from 1
     assert torch.equal(losses[target == ignored], torch.zeros(int((target == ignored).sum())))
     upstream = normal(len(scores), 2, dtype=torch.float32)[:, 1]  # with a stride
     arguments = scores, target, upstream, sums, *options

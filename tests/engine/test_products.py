@@ -89,7 +89,7 @@ SHAPES = [
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_norms_are_from_above_and_close(shape, method):
-    """The norms themselves nearly are the true ones; there is room for the rounding of what is scaled."""
+    """The norms themselves nearly are the true ones; scaled gradients have a rounding margin."""
     form = outer(*shape)
     norms, scaled = (squares.sqrt().double() for squares in METHODS[method](form))
     truth = torch.linalg.vector_norm(true_grads(form).flatten(1), dim=1)

@@ -96,8 +96,8 @@ def _bf16(*shape, seed=0):
 @cuda_only("TF32")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("positions", [5, 64, 300])
-def test_norms_leave_room_for_tf32(positions, method):
-    """Products in float32 are rounded to 10 bits in norm and sum: reported norms have the room too."""
+def test_norms_have_a_margin_for_tf32(positions, method):
+    """Products in float32 are rounded to 10 bits in norm and sum: reported norms have the margin too."""
     form = outer(5, positions, 40, 56)
     form = Outer(*(x + 1e-3 * torch.rand_like(x) for x in (form.left.float(), form.right.float())), form.shape)
     with torch_settings.fp32_precision("tf32"):

@@ -31,20 +31,12 @@ def size(batch: Any, mask: Tensor | None = None) -> int:
     lengths = [leaf.shape[0] for leaf in tensor_leaves(batch) if leaf.dim()]
     if mask is not None:
         if lengths and len(mask) not in lengths:
-            raise check.refuse(
-                "mask",
-                f"{len(mask)} flags",
-                f"as long as the batch, one of {sorted(set(lengths))}",
-                "one flag per example",
-            )
+            bound = f"as long as the batch, one of {sorted(set(lengths))}"
+            raise check.refuse("mask", f"{len(mask)} flags", bound, "one flag per example")
         return len(mask)
     if not lengths:
-        raise check.refuse(
-            "inputs",
-            "no tensors",
-            "a batch with at least one tensor whose first dimension is the batch",
-            "pass tensors, or tuples and dicts of tensors",
-        )
+        bound = "a batch with at least one tensor whose first dimension is the batch"
+        raise check.refuse("inputs", "no tensors", bound, "pass tensors, or tuples and dicts of tensors")
     return next((length for length in lengths if length != 1), 1)
 
 
@@ -87,9 +79,8 @@ def full_mask(batch_size: int, mask: Tensor | None, device: torch.device) -> Ten
     if mask is None:
         return torch.ones(batch_size, dtype=torch.bool, device=device)
     if mask.dim() != 1:
-        raise check.refuse(
-            "mask", tuple(mask.shape), "one flag per example, of shape [batch]", "drop the other dimensions"
-        )
+        bound = "one flag per example, of shape [batch]"
+        raise check.refuse("mask", tuple(mask.shape), bound, "drop the other dimensions")
     return mask.to(device=device, dtype=torch.bool)
 
 

@@ -51,23 +51,14 @@ class Groups:
         """
         if isinstance(clip_norm, Mapping):
             if set(clip_norm) != set(self.names):
-                missing = sorted(set(self.names) ^ set(clip_norm))
-                raise check.refuse(
-                    "clip_norm",
-                    sorted(clip_norm),
-                    f"one clip norm for each of {self.names}",
-                    f"these names appear on one side only: {missing}",
-                )
+                remedy = f"these names appear on one side only: {sorted(set(self.names) ^ set(clip_norm))}"
+                raise check.refuse("clip_norm", sorted(clip_norm), f"one clip norm for each of {self.names}", remedy)
             values = [clip_norm[name] for name in self.names]
         elif isinstance(clip_norm, Sequence) and not isinstance(clip_norm, str):
             values = list(clip_norm)
             if len(values) != len(self):
-                raise check.refuse(
-                    "clip_norm",
-                    f"{len(values)} values",
-                    f"{len(self)} values, one per group",
-                    f"the groups are {', '.join(self.names)}",
-                )
+                bound, remedy = f"{len(self)} values, one per group", f"the groups are {', '.join(self.names)}"
+                raise check.refuse("clip_norm", f"{len(values)} values", bound, remedy)
         else:
             values = [clip_norm] * len(self)
         remedy = "it is the largest norm a clipped gradient may have"
@@ -113,18 +104,12 @@ def _by_patterns(parameters: list[str], groups: Mapping[str, str | Sequence[str]
                 members[parameter] = k
                 break
         else:
-            raise check.refuse(
-                "groups",
-                dict(groups),
-                f"patterns that cover every parameter; {parameter!r} has no group",
-                'add a group for it, or end with {"rest": "*"}',
-            )
+            bound = f"patterns that cover every parameter; {parameter!r} has no group"
+            raise check.refuse("groups", dict(groups), bound, 'add a group for it, or end with {"rest": "*"}')
     for k, name in enumerate(patterns):
         if k not in members.values():
+            remedy = "check its pattern against the names in model.named_parameters()"
             raise check.refuse(
-                "groups",
-                dict(groups),
-                f"groups that are not empty; {name!r} takes no parameter",
-                "check its pattern against the names in model.named_parameters()",
+                "groups", dict(groups), f"groups that are not empty; {name!r} takes no parameter", remedy
             )
     return Groups(tuple(patterns), members)

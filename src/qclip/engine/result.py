@@ -32,7 +32,7 @@ class ClippedGradients:
     is_view: bool = False
     """Whether the next step overwrites the sums."""
     all_finite: Tensor | None = None
-    """Whether all examples are finite, masked ones included; if not, the sums are not. None once that was checked."""
+    """Whether all examples are finite, masked ones included; if not, neither are the sums. None if already checked."""
     recompute: "Callable[[], ClippedGradients] | None" = None
     """Compute the result again without the examples that are not finite."""
 

@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from qclip.training.noise import NoiseSource, group_dims
 from qclip.training.plan import TrainingPlan
 from qclip.training.sampling import sampler
 from qclip.training.step import StepRelease, StepRule, StepState, ask, release
-from qclip.training.sums import ClipNorms, Key, Query, RawSums, raw_sums
+from qclip.training.sums import Key, LogicalStep, raw_sums
 
 
 class PrivateTraining:
@@ -83,7 +83,7 @@ class PrivateTraining:
         self._records: list[StepRecord] = []
         self._history = History(self._records)
         self._warned_lost = False
-        self._logical: _LogicalStep | None = None
+        self._logical: LogicalStep | None = None
         self._departures = Departures()
         self._guard = Guard(engine.parameters, self._optimizers, applying=self._departures.see)
         self.epsilon_curve = accounting.EpsilonCurve(
@@ -371,7 +371,7 @@ class PrivateTraining:
         ticket, logical = self._redeem((outputs, targets))
         return ticket, self._clipper.clip_outputs(outputs, targets, ticket, logical.clip_norms)
 
-    def _redeem(self, batch: Any) -> tuple[Ticket, "_LogicalStep"]:
+    def _redeem(self, batch: Any) -> tuple[Ticket, LogicalStep]:
         """Return the ticket of a batch, and the logical step that the batch continues or begins."""
         self.updated = False
         step = len(self._records)
@@ -379,7 +379,7 @@ class PrivateTraining:
         self._guard.refuse_pending("the next batch")
         ticket = self.loader.tickets.redeem(batch)
         if self._logical is None or ticket.position == 0:
-            self._logical = _LogicalStep(ask(self._state, self._rule, self._dataset_norms))
+            self._logical = LogicalStep(ask(self._state, self._rule, self._dataset_norms))
         position = self._logical.num_batches
         if (ticket.step, ticket.position) != (step, position):
             raise Refusal(
@@ -459,29 +459,6 @@ class PrivateTraining:
             self._logical = None
             self.loader.abandon()
             raise
-
-
-@dataclass(eq=False)
-class _LogicalStep:
-    """A logical step with the sums of its physical batches so far."""
-
-    query: Query
-    raw: RawSums | None = None
-    num_batches: int = 0
-
-    @property
-    def clip_norms(self) -> ClipNorms:
-        """The clip norms of the next physical batch: those of the first one."""
-        return self.query.clip_norms if self.raw is None else self.raw.clip_norms
-
-    def add(self, raw: RawSums) -> RawSums:
-        """Add a physical batch; return the sums so far."""
-        if self.raw is None:
-            self.raw = raw
-        else:
-            self.raw += raw
-        self.num_batches += 1
-        return self.raw
 
 
 def _mean_loss(gradients: ClippedGradients, ticket: Ticket) -> Tensor:

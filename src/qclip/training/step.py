@@ -101,8 +101,7 @@ def ask(state: StepState, rule: StepRule, dataset_norms: Callable[[], np.ndarray
     """Return the clip norms and the counts that the threshold wants; only non-private thresholds see raw norms."""
     threshold, members, dims = rule.threshold, dict(rule.members), list(rule.dims)
     question = threshold.ask(state.threshold, state.step)
-    private = threshold.private
-    if not private and threshold.raw_access != "dataset":
+    if not (private := threshold.private) and threshold.raw_access != "dataset":
 
         def choose(raw_norms: Tensor) -> tuple[float, ...]:
             return threshold.clip_norms(state.threshold, state.step, raw_norms.cpu().numpy())

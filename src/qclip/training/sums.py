@@ -232,3 +232,26 @@ def _gradient_sum(clipped: ClippedGradients, query: Query, *, copied: bool) -> B
 
     recompute_or_none = None if reclip is None else recompute
     return BoundedSum(tensors, query.members, clipped.clip_norms, query.dims, clipped.all_finite, recompute_or_none)
+
+
+@dataclass(eq=False)
+class LogicalStep:
+    """A logical step with the sums of its physical batches so far."""
+
+    query: Query
+    raw: RawSums | None = None
+    num_batches: int = 0
+
+    @property
+    def clip_norms(self) -> ClipNorms:
+        """The clip norms of the next physical batch: those of the first one."""
+        return self.query.clip_norms if self.raw is None else self.raw.clip_norms
+
+    def add(self, raw: RawSums) -> RawSums:
+        """Add a physical batch; return the sums so far."""
+        if self.raw is None:
+            self.raw = raw
+        else:
+            self.raw += raw
+        self.num_batches += 1
+        return self.raw

@@ -60,7 +60,7 @@ def test_growth(tmp_path, capsys, monkeypatch):
     ("arguments", "message"),
     [
         (["--case", "tiney"], "case = 'tiney' must be one of"),
-        (["--growth", "--large"], "must be one of them"),
+        (["--growth", "--large"], "exclude each other"),
         (["--out", "x.png"], "only --growth draws a figure"),
         (["--large"], "device = 'cpu' must be cuda"),
     ],

@@ -72,7 +72,7 @@ def test_the_page_overlays_all_runs_and_names_the_broken(two, tmp_path):
     html = re.sub(r"base64,[^\"]*", "", path.read_text(encoding="utf-8"))
     assert html.count("<img") == 3
     assert "<b>no&lt;thing</b> is left out" in html
-    for shown in ("3 runs compared", "20 of 400", "infinite", "without privacy ended", "median over the groups"):
+    for shown in ("3 runs compared", "20 of 400", "infinite", "of a run without privacy", "median over the groups"):
         assert shown in html
 
 

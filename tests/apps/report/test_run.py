@@ -38,7 +38,7 @@ def test_a_report_holds_its_numbers_and_its_pictures(tmp_path):
     assert "small &lt;images&gt; &amp; labels" in html
     assert "not finished" not in html
     assert "not private" not in html
-    assert "achieved" not in html  # no certificate, no section
+    assert "Certificate" not in html
 
 
 def test_nothing_outside_the_file_is_needed(tmp_path):
@@ -56,7 +56,7 @@ def test_it_is_written_where_asked(tmp_path):
 
 def test_a_threshold_that_does_not_ask(tmp_path):
     html = text_of(write_report(made_run(tmp_path, asked=False, threshold={"name": "Constant", "tau": 1.0})))
-    assert "does not ask" in html
+    assert "does not measure the fraction" in html
     assert "given beforehand" in html
     assert html.count("<img") == 3
 
@@ -65,7 +65,7 @@ def test_a_run_without_privacy_has_no_epsilon_curve(tmp_path):
     html = text_of(write_report(made_run(tmp_path, private=False)))
     assert "not private" in html
     assert "ε = infinite" in html
-    assert "privacy spent" not in html
+    assert "Privacy spent" not in html
 
 
 def test_an_unfinished_run_says_how_far_it_came(tmp_path):
@@ -120,11 +120,11 @@ def test_a_lost_threshold_is_said_before_any_figure(tmp_path):
 
 def test_the_caption_does_not_blame_a_threshold_that_cannot_be_lower(tmp_path):
     html = text_of(write_report(made_run(tmp_path)))
-    assert "one above it, that it is too high, or that none is low enough" in html
+    assert "Above it, the threshold is too high, or none is low enough" in html
 
 
 def test_a_seeded_run_is_not_passed_off_as_private(tmp_path):
-    assert "take the noise away" in text_of(write_report(made_run(tmp_path, seeded=True)))
+    assert "can subtract the noise" in text_of(write_report(made_run(tmp_path, seeded=True)))
 
 
 @pytest.mark.parametrize(
@@ -166,15 +166,15 @@ def test_missing_files_are_named(tmp_path):
     [
         ('{"step": 3, ', r"metrics\.jsonl"),
         (line(step="three", tau=[1.0]), r"metrics\.jsonl, line 4 = .*three.* must be a JSON object with a step"),
-        (line(step=3, tau=1.0), r"metrics\.jsonl: step = 3 must be with a list under tau"),
-        (line(step=3, tau=[]), r"step = 3 must be with a value per group under tau"),
-        (line(step=3, tau=[1.0, 2.0]), r"step = 3 must be with a value per group under tau"),
-        (line(step=3, tau=[-1.0]), r"step = 3 must be with positive thresholds"),
-        (line(step=3, tau=[None]), r"step = 3 must be with positive thresholds"),
-        (line(step=3, tau=["x"]), r"step = 3 must be with a number in place of 'x'"),
-        (line(step=3, tau=[1.0], noisy_unclipped=[0.1, 0.2]), r"value per group under noisy_unclipped"),
-        (line(step=3, tau=[1.0], epsilon="much"), r"number in place of 'much'"),
-        (line(step=3, held_out=[0.5]), r"step = 3 must be with an object under held_out"),
+        (line(step=3, tau=1.0), r"metrics\.jsonl, step 3: tau is not a list"),
+        (line(step=3, tau=[]), r"step 3: tau does not have one value per group"),
+        (line(step=3, tau=[1.0, 2.0]), r"step 3: tau does not have one value per group"),
+        (line(step=3, tau=[-1.0]), r"step 3: its thresholds are not all positive"),
+        (line(step=3, tau=[None]), r"step 3: its thresholds are not all positive"),
+        (line(step=3, tau=["x"]), r"step 3: 'x' is not a number"),
+        (line(step=3, tau=[1.0], noisy_unclipped=[0.1, 0.2]), r"noisy_unclipped does not have one value per group"),
+        (line(step=3, tau=[1.0], epsilon="much"), r"'much' is not a number"),
+        (line(step=3, held_out=[0.5]), r"step 3: held_out is not an object"),
     ],
     ids=["torn", "step", "no-list", "empty", "groups", "negative", "null", "text", "fractions", "epsilon", "held-out"],
 )
@@ -187,7 +187,7 @@ def test_a_broken_line_is_named(tmp_path, text, message):
 def test_thresholds_of_other_groups_than_the_summary_s_are_named(tmp_path):
     folder = RunFolder(made_run(tmp_path))
     folder.write_summary(replace(folder.summary(), groups=["a", "b"]))
-    with pytest.raises(ValueError, match=r"step = 0 must be with the thresholds of 2 groups, those of summary\.json"):
+    with pytest.raises(ValueError, match=r"step 0: it has 1 thresholds for the 2 groups of summary\.json"):
         read(tmp_path)
 
 

@@ -27,50 +27,51 @@ class BenchCommand:
     """
 
     device: str = "cpu"
-    """Where to run: cpu, cuda or cuda:1."""
+    """Device to run on: cpu, cuda or cuda:1."""
     dtype: str | None = None
     """float32, tf32, bfloat16 or autocast; float32 when left out (bfloat16 with --large)."""
     case: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A case to run (repeat it for several); those made for the device when left out."""
+    """A case to run (repeat it for several); those sized for the device when left out."""
     mode: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A mode to run (repeat it for several); all that this machine can run when left out."""
     rounds: int | None = None
-    """How often each mode takes its turn; the median counts. 15 when left out, 5 with --growth and --throughput."""
+    """Rounds in which the modes take turns; the median counts. 15 when left out, 5 with --growth and --throughput."""
     growth: bool = False
-    """How the time of a step grows with batch, depth, width and length."""
+    """Measure how the time of a step grows with batch, depth, width and length."""
     throughput: bool = False
-    """Examples per second of whole training loops, plain and private."""
+    """Measure the examples per second of whole training loops, plain and private."""
     large: bool = False
-    """The largest batch of a large model that fits a GPU, and the speed there."""
+    """Find the largest batch of a large model that fits a GPU, and its speed."""
     budget: float = 300.0
-    """Seconds that --large may take, about."""
+    """Approximate time of --large, in seconds."""
     out: Path | None = None
-    """A file for the figure of --growth."""
+    """File for the figure of --growth."""
     json: bool = False
     """Print JSON instead of a table."""
 
     def run(self, console: Console) -> int:
-        """Measure, and print a table."""
+        """Measure and print a table."""
         measure, show = self._task()
-        # Nothing but JSON goes to stdout where that was asked for.
+        # With --json, stdout holds nothing but JSON.
         with (Console(stderr=True) if self.json else console).status("measuring") as status:
-            found = measure(status.update)
-        show(console, found)
+            result = measure(status.update)
+        show(console, result)
         return 0
 
     def _task(self) -> tuple[Callable[[Say], Any], Callable[[Console, Any], None]]:
-        """What to measure, and how to show it."""
+        """Return the functions that measure and that show the result."""
         tasks = {
             "growth": (self._growth, self._show_growth),
             "throughput": (self._throughput, self._show_throughput),
             "large": (self._large, self._show_large),
         }
-        asked = [name for name in tasks if vars(self)[name]]
-        if len(asked) > 1:
-            raise check.refuse("options", [f"--{name}" for name in asked], "one of them", "run them one by one")
-        if self.out is not None and asked != ["growth"]:
-            raise check.refuse("out", str(self.out), "left out", "only --growth draws a figure")
-        return tasks[asked[0]] if asked else (self._compare, self._show_comparison)
+        chosen = [name for name in tasks if vars(self)[name]]
+        if len(chosen) > 1:
+            options = " and ".join(f"--{name}" for name in chosen)
+            raise check.Refusal(f"{options} exclude each other; run them one by one")
+        if self.out is not None and chosen != ["growth"]:
+            raise check.refuse("--out", str(self.out), "left out", "only --growth draws a figure")
+        return tasks[chosen[0]] if chosen else (self._compare, self._show_comparison)
 
     @property
     def _dtype(self) -> str:
@@ -106,7 +107,7 @@ class BenchCommand:
             self._print_table(console, columns, rows)
             console.print(
                 "time and memory are relative to the faster compiled plain step (to the plain one where none was run); "
-                "every step includes its update, private ones noise"
+                "every step includes its update, and private steps include the noise"
             )
         for failure in found.failures:
             console.print(f"no row for {escape(failure)}", highlight=False)
@@ -185,7 +186,7 @@ class BenchCommand:
         return self._print_table(console, columns, rows)
 
     def _print_table(self, console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Cells in columns, a section for each case or factor."""
+        """Print cells in columns, with a section for each case or factor."""
         from qclip.apps import bench
 
         dtype = self.dtype or ("bfloat16" if self.large else "float32")

@@ -1,4 +1,4 @@
-"""``qclip experiment``: the comparisons whose tables and figures are in docs/."""
+"""``qclip experiment``: the comparisons behind tables and figures in docs/."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from qclip.apps.experiments.quality_settings import QualitySettings
 
 @dataclass(frozen=True)
 class QualityCommand:
-    """Test accuracy of private quantiles and of constant thresholds at epsilon = 3 (docs/private-training.md)."""
+    """Test accuracy of private quantiles and of constant thresholds at one budget (docs/private-training.md)."""
 
     settings: QualitySettings = field(default_factory=QualitySettings)
     """The runs to compare."""
@@ -30,18 +30,18 @@ class QualityCommand:
 
 @dataclass(frozen=True)
 class TrackingCommand:
-    """How well each threshold follows a quantile that moves, at equal privacy (docs/thresholds.md)."""
+    """Tracking error of each threshold on a moving quantile, at equal privacy (docs/thresholds.md)."""
 
     quick: bool = False
-    """Fewer laws and steps: a minute instead of seven."""
+    """Fewer distributions and steps: a minute instead of seven."""
     out: Path = Path("out/tracking")
-    """Where to write thresholds.md and thresholds.png."""
+    """Folder for thresholds.md and thresholds.png."""
 
     def run(self, console: Console) -> int:
-        """Follow them all; print the table."""
+        """Simulate every threshold and print the table."""
         from qclip.apps.experiments import tracking
 
-        with console.status("following"):
+        with console.status("simulating"):
             rows = tracking.report(self.out, quick=self.quick)
         console.print(tracking.table(rows), highlight=False)
         return 0
@@ -52,19 +52,19 @@ class RareClassCommand:
     """Held-out loss and AUC of thresholds on tables with a rare class, at epsilon = 3 (docs/private-training.md)."""
 
     data_dir: Path | None = None
-    """Where the files of Adult are; without it, made-up tables only."""
+    """Folder of the Adult files; without it, synthetic tables only."""
     seeds: int = 3
-    """How many runs of each."""
+    """Runs of each threshold."""
     out: Path = Path("out/rare-class")
-    """Where to write table.md."""
+    """Folder for table.md."""
 
     def run(self, console: Console) -> int:
-        """Train them all; print the table."""
+        """Train every run and print the table."""
         from qclip.apps.experiments import rare_class
         from qclip.training.lost_threshold import LostThreshold
 
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", LostThreshold)  # what the table is about
+            warnings.simplefilter("ignore", LostThreshold)  # the table shows it
             say = partial(console.print, highlight=False)
             rows = rare_class.compare(self.out, data_dir=self.data_dir, seeds=self.seeds, say=say)
         console.print(rare_class.table(rows), highlight=False, soft_wrap=True)
@@ -73,7 +73,7 @@ class RareClassCommand:
 
 @dataclass(frozen=True)
 class ExperimentCommand:
-    """Make a table and a figure of the documentation anew."""
+    """Reproduce a table and a figure of the documentation."""
 
     which: (
         Annotated[QualityCommand, tyro.conf.subcommand("quality")]
@@ -82,7 +82,7 @@ class ExperimentCommand:
     )
 
     def run(self, console: Console) -> int:
-        """Run the chosen one."""
+        """Run the chosen experiment."""
         try:
             return self.which.run(console)
         except ModuleNotFoundError as missing:

@@ -20,8 +20,8 @@ class PlanCommand:
     """Plan a run: with a privacy budget its noise, thresholds and epsilon by epoch; with L, sigma and gap its bound.
 
     Privacy: --examples, --batch-size, --epochs or --steps, and --epsilon or --noise-multiplier. The bound: --L, --sigma
-    and --gap, with --steps or --target; it chooses the step size and the quantile that minimise it, and says why. Both
-    may be asked for together.
+    and --gap, with --steps or --target; the plan takes the step size and the quantile that minimise the bound, and
+    explains them. Both kinds of options may be given together.
     """
 
     L: Annotated[float | None, tyro.conf.arg(name="L")] = None
@@ -31,29 +31,29 @@ class PlanCommand:
     gap: float | None = None
     """f(x0) - inf f."""
     q: float | None = None
-    """The moment that is bounded, in (1, 2]; 2 when left out."""
+    """The bounded moment, in (1, 2]; 2 when left out."""
     steps: int | None = None
-    """Length of the run."""
+    """Length of the run, in steps."""
     epochs: int | None = None
-    """Instead of steps, with --examples: how often each example is used on average."""
+    """Instead of --steps, with --examples: length of the run, in epochs."""
     target: float | None = None
-    """Instead of steps: the mean of E||grad f||^2 to reach."""
+    """Instead of --steps: the mean of E||grad f||^2 to reach."""
     batch_size: float | None = None
-    """Expected examples per step; 1 when left out of a plan without privacy."""
+    """Expected batch size; 1 when left out of a plan without privacy."""
     dim: int = 1
     """Number of trainable parameters (matters with noise)."""
     noise_multiplier: float = 0.0
-    """Noise of a private run, of gradient and counts together, relative to their sensitivity."""
+    """Noise multiplier of a private run, of gradient and counts together."""
     epsilon: float | None = None
-    """Instead of the noise multiplier: a privacy budget, with --examples."""
+    """Instead of --noise-multiplier: a privacy budget, with --examples."""
     delta: float | None = None
-    """Of the budget; 1/(10 examples) when left out."""
+    """Delta of the budget; 1/(10 examples) when left out."""
     examples: int | None = None
-    """Size of the dataset, with --epsilon or --noise-multiplier."""
+    """Size of the data set, with --epsilon or --noise-multiplier."""
     p: float | None = None
-    """The fraction of examples to leave unclipped; the bound's choice, or 0.7, when left out."""
+    """Fraction of examples to leave unclipped; that of the bound, or 0.7, when left out."""
     groups: int | None = None
-    """How many groups of parameters are clipped apart; 1 when left out."""
+    """Number of groups of parameters that are clipped separately; 1 when left out."""
     json: bool = False
     """Print JSON instead of tables."""
 
@@ -62,20 +62,20 @@ class PlanCommand:
         self._check()
         assumptions = self._assumptions()
         if assumptions is None and self.examples is None:
-            remedy = (
-                "give --examples with --epsilon for the privacy, --L, --sigma and --gap for the bound, or all of them"
+            raise check.Refusal(
+                "there is nothing to plan; give --examples with --epsilon for the privacy, --L, --sigma and --gap for "
+                "the bound, or all of them"
             )
-            raise check.refuse("plan", "of nothing", "of something", remedy)
         if self.examples is not None and self.delta is None and not self.json:
             console.print(f"delta = 1/(10 N) = {self._delta:.3g}")
         with nullcontext() if self.json else console.status("planning"):
             training = self._training() if self.examples is not None and self.target is None else None
-            found = None if assumptions is None else self._theory(assumptions, training)
-            private = None if self.examples is None else self._private(training, found)
-            bound = None if found is None else (found, found.coupled(), found.moves())
+            best = None if assumptions is None else self._theory(assumptions, training)
+            private = None if self.examples is None else self._private(training, best)
+            bound = None if best is None else (best, best.coupled(), best.moves())
         if self.json:
-            told = {} if bound is None else _theory_json(*bound)
-            print(json.dumps(told | {"privacy_plan": None if private is None else private.as_json()}, indent=1))
+            fields = {} if bound is None else _theory_json(*bound)
+            print(json.dumps(fields | {"privacy_plan": None if private is None else private.as_json()}, indent=1))
             return 0
         from qclip.apps.cli.plan_tables import print_private, print_theory
 
@@ -86,28 +86,26 @@ class PlanCommand:
         return 0
 
     def _check(self) -> None:
-        """Refuse settings that contradict each other or miss a part, before anything is computed."""
+        """Refuse settings that contradict each other or are incomplete, before computing anything."""
         private = self.epsilon is not None or self.noise_multiplier > 0
         if self.epsilon is not None and self.noise_multiplier:
-            remedy = "give the budget, or the noise that it buys"
+            remedy = "give the budget, or the noise multiplier"
             raise check.refuse("--noise-multiplier", self.noise_multiplier, "left out with --epsilon", remedy)
         if self.examples is None:
             if self.epsilon is not None:
-                remedy = "say how many examples the dataset has"
-                raise check.refuse("--examples", None, "given with --epsilon", remedy)
+                raise check.Refusal("--epsilon was given without --examples; add the size of the data set")
             apart = {"--delta": self.delta, "--epochs": self.epochs, "--p": self.p, "--groups": self.groups}
             for name, value in apart.items():
                 if value is not None:
                     bound = "left out without --examples, and --epsilon or --noise-multiplier"
                     raise check.refuse(name, value, bound, "add them, or drop it")
             return
-        check.count("--examples", self.examples, "it is the size of the dataset")
+        check.count("--examples", self.examples, "it is the size of the data set")
         if not private:
             bound = "left out without --epsilon or --noise-multiplier"
             raise check.refuse("--examples", self.examples, bound, "add the privacy budget, or drop it")
         if self.batch_size is None and self.L is None:
-            remedy = "it is the expected number of examples of a step"
-            raise check.refuse("--batch-size", None, "given with --examples", remedy)
+            raise check.Refusal("--examples was given without --batch-size; add the expected batch size")
 
     def _assumptions(self) -> theory.Assumptions | None:
         if self.L is not None and self.sigma is not None and self.gap is not None:
@@ -116,8 +114,10 @@ class PlanCommand:
         for name, value in (given | {"--q": self.q, "--target": self.target}).items():
             if value is not None:
                 missing = next(other for other, absent in given.items() if absent is None)
-                remedy = "the bound needs --L, --sigma and --gap; drop it for a plan of the privacy alone"
-                raise check.refuse(missing, None, f"given with {name}", remedy)
+                raise check.Refusal(
+                    f"{name} was given without {missing}; the bound needs --L, --sigma and --gap, and a plan of the "
+                    "privacy alone needs none of them"
+                )
         return None
 
     @property
@@ -140,7 +140,7 @@ class PlanCommand:
             "epsilon": self.epsilon,
             "noise_multiplier": noise,
         }
-        batch_size = check.count("--batch-size", self._batch_size, "it is the expected number of examples of a step")
+        batch_size = check.count("--batch-size", self._batch_size, "it is the expected number of examples per step")
         return plan_training(self.examples, batch_size, delta=self._delta, **(given | instead))
 
     def _theory(self, assumptions: theory.Assumptions, training: "TrainingPlan | None") -> theory.Plan:
@@ -151,14 +151,14 @@ class PlanCommand:
         if training is None:
             public |= {"noise_multiplier": self.noise_multiplier, "privacy": privacy, "target": self.target}
             return theory.plan(assumptions, steps=self.steps, **public)
-        # The noise has been chosen already, which takes seconds: once is enough.
+        # The noise is already calibrated, which takes seconds.
         steps, noise = training.num_steps, training.noise_multiplier
         return replace(theory.plan(assumptions, steps=steps, noise_multiplier=noise, **public), privacy=privacy)
 
     def _private(self, training: "TrainingPlan | None", found: theory.Plan | None) -> "PrivatePlan":
         from qclip.training.plan import plan_private
 
-        if training is None:  # the target says how many steps, and with them the noise
+        if training is None:  # the target determines the number of steps, and with it the noise
             assert found is not None
             noise = found.noise_multiplier
             training = self._training(epochs=None, steps=found.steps, epsilon=None, noise_multiplier=noise)

@@ -1,4 +1,4 @@
-"""What ``qclip plan`` prints."""
+"""The tables of ``qclip plan``."""
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,10 +16,10 @@ SHRINKS = {
 
 
 def print_private(console: Console, plan: PrivatePlan) -> None:
-    """The privacy side: noise, thresholds, epsilon by epoch, and the call that carries it out."""
+    """Print the plan of the privacy: noise, thresholds, the call of `make_private`, and epsilon by epoch."""
     _print_noise(console, plan)
     _print_thresholds(console, plan)
-    spent = Table(title="What is spent when", title_justify="left")
+    spent = Table(title="Epsilon spent", title_justify="left")
     for column in ("epochs", "steps", "epsilon"):
         spent.add_column(column, justify="right")
     for row in plan.spent:
@@ -39,13 +39,13 @@ def _print_noise(console: Console, plan: PrivatePlan) -> None:
     if option is not None:
         table.add_row("noise of the gradient", f"{option.gradient_noise:.4g}   (std, times the threshold, on the sum)")
     if plan.dim > 1:
-        share = f"{plan.relative_noise:.3g}   (length, in thresholds; the mean itself is at most 1 long)"
+        share = f"{plan.relative_noise:.3g}   (norm, in thresholds; the clipped mean has norm at most 1)"
         table.add_row("noise of the mean gradient", share)
     console.print(table)
 
 
 def _print_thresholds(console: Console, plan: PrivatePlan) -> None:
-    table = Table(title="Thresholds that find their own way", title_justify="left")
+    table = Table(title="Adaptive thresholds", title_justify="left")
     table.add_column("threshold")
     for column in ("works", "gradient noise", "count noise", "of the batch"):
         table.add_column(column, justify="right")
@@ -59,7 +59,7 @@ def _print_thresholds(console: Console, plan: PrivatePlan) -> None:
         if not option.feasible:
             console.print(f"- {option.name}: {escape(option.refusal)}", highlight=False)
     if plan.recommended is None:
-        advice = "None works here: raise the batch size or epsilon, or give a constant one, Constant(tau)."
+        advice = "None works here: raise the batch size or epsilon, or take a constant one, Constant(tau)."
         console.print(advice, highlight=False)
     else:
         console.print(f"Take {plan.recommended.code}: {_call(plan)}", highlight=False)
@@ -81,7 +81,7 @@ def _call(plan: PrivatePlan) -> str:
 
 
 def print_theory(console: Console, found: theory.Plan, coupled: theory.CoupledPlan, moves: list[theory.Move]) -> None:
-    """The bound's side: the step size and the quantile, what they guarantee, and why."""
+    """Print the plan of the bound: step size and quantile, their guarantee, and the reasons."""
     _print_choice(console, found)
     _print_terms(console, found.bound)
     motion = Table(title="How the optimum moves", title_justify="left")
@@ -110,7 +110,7 @@ def _print_choice(console: Console, found: theory.Plan) -> None:
 
 
 def _print_terms(console: Console, bound: theory.Bound) -> None:
-    terms = Table(title="What it guarantees: mean of E||grad f||^2", title_justify="left")
+    terms = Table(title="The bound on the mean of E||grad f||^2", title_justify="left")
     for column in ("term", "value", "share", "shrinks with"):
         terms.add_column(column, justify="right" if column in ("value", "share") else "left")
     for name, reason in SHRINKS.items():
@@ -128,16 +128,16 @@ def _reasoning(found: theory.Plan) -> list[str]:
     ]
     if found.at_edge:
         lines.append(
-            "The bound would rather clip nothing: p stands at its limit, one example in the whole run. Clipping pays "
+            "The bound favours no clipping: p is at its limit, one clipped example in the whole run. Clipping pays off "
             "for heavier tails (q < 2) over longer runs, and for privacy."
         )
     elif found.noise_multiplier:
         lines.append(
-            "Clipping more (a smaller p) lowers the threshold and with it the noise; clipping less lowers the bias: p "
-            "balances the two. Keep p constant: p -> 1 would let the threshold, and the noise, grow."
+            "Clipping more (a smaller p) lowers the threshold and with it the noise; clipping less lowers the bias. p "
+            "balances the two. Keep p constant: with p -> 1 the threshold and the noise would grow."
         )
     else:
-        lines.append("Clipping more tames the tail, clipping less lowers the bias: p balances the two.")
+        lines.append("Clipping more lowers the variance of heavy tails, clipping less the bias; p balances the two.")
     if found.privacy:
         lines.append(
             "At a fixed budget the noise grows with the steps, so more steps stop helping; more examples do help."

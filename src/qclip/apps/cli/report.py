@@ -25,18 +25,16 @@ class ReportCommand:
     folders: tyro.conf.Positional[tuple[Path, ...]]
     """Folders that `qclip train --out` wrote: one for its report, several to compare them."""
     out: Path | None = None
-    """Where to write the page: the run's report.html, or comparison.html here, when left out."""
+    """File of the page; the run's report.html, or ./comparison.html for several, when left out."""
     json: bool = False
     """Print JSON instead of a table."""
 
     def run(self, console: Console) -> int:
-        """Print the table and write the page; fail when a run could not be read."""
+        """Print the table and write the page; the status is 1 when a run could not be read, 2 without a page."""
         from qclip.apps.report.compare import compare
 
         if not self.folders:
-            raise check.refuse(
-                "DIR", "nothing", "the folder of a run, or several", "name what `qclip train --out` wrote"
-            )
+            raise check.Refusal("no folder of a run was given; name folders that `qclip train --out` wrote")
         errors = Console(stderr=True)
         found = compare(self.folders)
         for error in found.broken.values():
@@ -53,7 +51,7 @@ class ReportCommand:
         return 1 if found.broken else 0
 
     def _write(self, found: "RunComparison", errors: Console) -> Path | None:
-        """Where the page is; None where matplotlib is missing."""
+        """Write the page and return its path; None where matplotlib is missing."""
         try:
             from qclip.apps.report.compare_page import write_comparison
             from qclip.apps.report.run import write_report
@@ -66,7 +64,7 @@ class ReportCommand:
 
 
 def _print(console: Console, found: "RunComparison") -> None:
-    """A table of what differs, and a line of what does not; a single run goes down the page instead of across."""
+    """Print a table of the columns that differ and a line of the others; a single run is printed vertically."""
     from qclip.apps.report.compare import constant_columns
 
     rows = found.rows()
@@ -84,9 +82,9 @@ def _print(console: Console, found: "RunComparison") -> None:
             table.add_column(column, justify="left" if words else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(escape(text) for column, text in row.items() if column not in same))
-    # As wide as it has to be: a line that the terminal wraps is better than a number that is cut.
+    # As wide as necessary: a line that the terminal wraps is better than a truncated number.
     needed = Measurement.get(console, console.options.update(width=1000), table).maximum
     Console(file=console.file, width=max(needed, console.width)).print(table)
     if same:
-        told = ", ".join(f"{column} {text}" for column, text in same.items())
-        console.print(f"the same for all: {told}", highlight=False)
+        common = ", ".join(f"{column} {text}" for column, text in same.items())
+        console.print(f"the same for all: {common}", highlight=False)

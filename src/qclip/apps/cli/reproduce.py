@@ -12,14 +12,14 @@ class ReproduceCommand:
     """Run every claim of the paper and of docs/theory.md; write claims.json, figures and report.html."""
 
     out: Path = Path("out/reproduce")
-    """Where to write."""
+    """Folder to write to."""
     quick: bool = False
     """Smaller experiments: about a minute instead of about five."""
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Id of a claim to run (repeat it, or separate ids by commas); all claims when left out."""
 
     def run(self, console: Console) -> int:
-        """Run the claims; fail when one of them fails."""
+        """Run the claims; the status is 1 when one of them fails."""
         try:
             from qclip.apps.experiments.reproduce import reproduce, summary
         except ModuleNotFoundError as missing:

@@ -28,30 +28,30 @@ class TrainCommand:
     """Train a model privately; without arguments, on scikit-learn's digits at epsilon = 3.
 
     Writes metrics.jsonl, summary.json, checkpoint.pt and report.html. Ctrl-C stops after the current step; --resume
-    goes on from there as if nothing had happened.
+    continues from there as if the run had not been interrupted.
     """
 
     settings: Settings = field(default_factory=Settings)
-    """The run itself. With --resume, what is left out stays as it was, and what contradicts it is refused."""
+    """Settings of the run. With --resume, those left out stay as they were, and contradicting ones are refused."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="(default: out/NAME)")] = None
-    """Where to write."""
+    """Folder to write to."""
     resume: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Go on with the run in --out; its settings are in the folder."""
+    """Resume the run in --out; its settings are in the folder."""
     overwrite: tyro.conf.FlagCreatePairsOff[bool] = False
     """Replace the run in --out."""
 
     def run(self, console: Console) -> int:
-        """Train; 130 when it was stopped."""
+        """Train; the status is 130 after an interruption."""
         if self.resume and self.overwrite:
-            raise check.refuse("--overwrite", True, "left out with --resume", "go on with the run, or replace it")
+            raise check.Refusal("--resume and --overwrite exclude each other; resume the run, or replace it")
         if self.resume and self.out is None:
-            raise check.refuse("--out", None, "given with --resume", "name the folder of the run to go on with")
+            raise check.Refusal("--resume was given without --out; name the folder of the run to resume")
         from qclip.apps.trainer.interrupt import Interrupt
         from qclip.apps.trainer.loop import train
         from qclip.apps.trainer.run import free_folder, resume, start
         from qclip.apps.trainer.screen import Screen
 
-        with console.status("loading the data, choosing the noise"), _warnings_on(console):
+        with console.status("loading the data, calibrating the noise"), _warnings_on(console):
             folder = RunFolder(self.out) if self.out is not None else free_folder(self.settings)
             if self.resume:
                 run = resume(self.settings, folder)
@@ -75,7 +75,7 @@ class TrainCommand:
 
 @contextmanager
 def _warnings_on(console: Console) -> Iterator[None]:
-    """Show warnings as sentences, without the line of code that they come from."""
+    """Show warnings as sentences, without the line of code that raised them."""
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: console.print(
             f"warning: {message}", highlight=False, markup=False, soft_wrap=True
@@ -88,9 +88,9 @@ def _say_what(console: Console, run: "TrainerRun") -> None:
     lines = [f"{run.task.name}: {run.task.description}"]
     lines.append(f"{plan.num_steps} steps of {plan.batch_size} examples (expected); {_privacy(training)}")
     if run.settings.seed is not None:
-        lines.append("seeded, for tests: whoever knows the seed can subtract the noise")
+        lines.append("seeded, for tests only: anyone who knows the seed can subtract the noise")
     if training.history:
-        lines.append(f"going on after step {len(training.history)}")
+        lines.append(f"resuming after step {len(training.history)}")
     if training.lost_threshold:
         lines.append(f"warning: {training.lost_threshold}")
     for line in lines:
@@ -108,7 +108,7 @@ def _say_how_to_resume(console: Console, folder: RunFolder) -> None:
     if not folder.summary_file.exists():
         console.print("stopped before the first step", highlight=False)
         return
-    console.print(f"stopped after step {folder.summary().steps}; to go on:", highlight=False)
+    console.print(f"stopped after step {folder.summary().steps}; to resume:", highlight=False)
     command = shlex.join(["qclip", "train", "--resume", "--out", str(folder.path)])
     console.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""Several runs side by side: what was read of them, as rows of a table."""
+"""Several runs side by side, as rows of a table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from qclip.apps.report.record import Record, read, short_names
 
 TableRow = dict[str, str]
 UNCOMPARED = ("out", "command", "resume")
-"""Settings that differ between any two runs and explain nothing."""
+"""Settings that differ between any two runs without explaining a difference."""
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The runs that could be read, by short name, and what was wrong with the others."""
+    """The readable runs, by short name, and the errors of the others."""
 
     runs: Mapping[str, Record]
     broken: Mapping[str, str]
@@ -26,20 +26,20 @@ class RunComparison:
         return list(dict.fromkeys(name for record in self.runs.values() for name in record.metrics[:1]))
 
     def rows(self) -> list[TableRow]:
-        """A row per run, as text; a column that no run fills is left out."""
+        """Return a row of text per run, without columns that no run fills."""
         rows = [{"run": name} | self._row(record) for name, record in self.runs.items()]
         filled = {column for row in rows for column, text in row.items() if text}
         return [{column: text for column, text in row.items() if column in filled} for row in rows]
 
     def differences(self) -> dict[str, str]:
-        """The settings in which the runs differ: each value, and the runs that have it."""
+        """Return the settings in which the runs differ: each value, and its runs."""
         known = {name: record.summary.settings for name, record in self.runs.items()}
         names = dict.fromkeys(key for given in known.values() for key in given if key not in UNCOMPARED)
         texts = {key: {run: words.plain(given.get(key)) or "none" for run, given in known.items()} for key in names}
         return {key: _grouped(text) for key, text in texts.items() if len(set(text.values())) > 1}
 
     def as_json(self) -> dict[str, Any]:
-        """Everything that the table says, as numbers."""
+        """Return the content of the table as JSON values."""
         return {
             "runs": [_as_json(name, record) for name, record in self.runs.items()],
             "broken": [{"run": name, "error": error} for name, error in self.broken.items()],
@@ -64,7 +64,7 @@ class RunComparison:
 
 
 def compare(folders: Sequence[Path]) -> RunComparison:
-    """Read the folders; what cannot be read is kept by its error."""
+    """Read the folders of runs; the error of an unreadable one is kept."""
     runs: dict[str, Record] = {}
     broken: dict[str, str] = {}
     for name, folder in zip(short_names(folders), folders, strict=True):
@@ -76,14 +76,14 @@ def compare(folders: Sequence[Path]) -> RunComparison:
 
 
 def constant_columns(rows: Sequence[TableRow]) -> TableRow:
-    """What all rows have in common, where there are several."""
+    """Return the columns that are equal in all rows, where there are several."""
     if len(rows) < 2:
         return {}
     return {column: text for column, text in rows[0].items() if all(row[column] == text for row in rows)}
 
 
 def _grouped(texts: Mapping[str, str]) -> str:
-    """Each value with the runs that have it, in the order of their first."""
+    """Format each value with its runs, in order of first appearance."""
     holders: dict[str, list[str]] = {}
     for run, text in texts.items():
         holders.setdefault(text, []).append(run)

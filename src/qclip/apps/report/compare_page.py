@@ -1,4 +1,4 @@
-"""The page that compares runs: one table, the settings that differ, and figures over each other."""
+"""The page that compares runs: one table, the settings that differ, and joint figures."""
 
 from collections.abc import Iterator, Mapping
 from html import escape
@@ -23,7 +23,7 @@ Colors = Mapping[str, Any]
 
 
 def write_comparison(comparison: RunComparison, out: Path) -> Path:
-    """Write the page; returns where it is."""
+    """Write the page and return its path."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page.page("qclip runs compared", [STYLE, *_body(comparison)]), encoding="utf-8")
     return out
@@ -32,7 +32,7 @@ def write_comparison(comparison: RunComparison, out: Path) -> Path:
 def _body(comparison: RunComparison) -> Iterator[str]:
     runs, rows = comparison.runs, comparison.rows()
     yield f"<h1>{len(runs)} runs compared</h1>"
-    lead = "Every epsilon is that of its run alone: choosing among runs on the same data spends more, uncounted here."
+    lead = "Each epsilon covers its own run only: choosing among runs on the same data spends more, not counted here."
     yield f'<p class="lead">{lead}</p>'
     for name, error in comparison.broken.items():
         yield f'<p class="note"><b>{escape(name)}</b> is left out: {escape(error)}</p>'
@@ -53,8 +53,8 @@ def _body(comparison: RunComparison) -> Iterator[str]:
 def _scores(runs: Runs, colors: Colors, metric: str) -> Iterator[str]:
     yield f"<h2>Held-out {escape(metric.replace('_', ' '))}</h2>"
     yield caption(
-        "Left: against the epsilon spent by then, the price in privacy. Right: against the steps.",
-        "" if all(record.private for record in runs.values()) else "Dashed: where a run without privacy ended.",
+        "Left: against the epsilon spent. Right: against the steps.",
+        "" if all(record.private for record in runs.values()) else "Dashed: the final score of a run without privacy.",
     )
     figure, (by_epsilon, by_step) = new_figure(2, width=WIDTH, height=3.4)
     for name, record in runs.items():
@@ -83,8 +83,8 @@ def _thresholds(runs: Runs, colors: Colors) -> Iterator[str]:
     yield "<h2>The thresholds</h2>"
     grouped = any(len(record.groups) > 1 for record in runs.values())
     yield caption(
-        "Where the gradients of single examples were clipped, on a logarithmic axis.",
-        "Of a run with several groups: the median over the groups, and their range." if grouped else "",
+        "The thresholds at which per-example gradients were clipped, on a logarithmic axis.",
+        "For a run with several groups: the median over the groups, and their range." if grouped else "",
     )
     figure, (ax,) = new_figure(width=WIDTH, height=3.4)
     for name, record in runs.items():
@@ -110,10 +110,10 @@ def _thresholds(runs: Runs, colors: Colors) -> Iterator[str]:
 def _unclipped(runs: Runs, colors: Colors) -> Iterator[str]:
     if not runs:
         return
-    yield "<h2>How many examples stay unclipped</h2>"
+    yield "<h2>Fraction of unclipped examples</h2>"
     yield caption(
-        "Running means of the noisy fractions (over the groups too), and dashed the targets.",
-        "A run whose threshold does not ask is not shown.",
+        "Running means of the noisy fractions (over the groups too). Dashed: the targets.",
+        "Runs whose threshold does not measure the fraction are not shown.",
     )
     figure, (ax,) = new_figure(width=WIDTH, height=3.4)
     for name, record in runs.items():
@@ -128,7 +128,7 @@ def _unclipped(runs: Runs, colors: Colors) -> Iterator[str]:
 
 
 def _colors(runs: Runs) -> Colors:
-    """The same colour for a run in every figure."""
+    """Return a colour for each run, the same in every figure."""
     count = len(runs)
     if count <= FEW:
         return dict(zip(runs, CYCLE, strict=False))
@@ -137,7 +137,7 @@ def _colors(runs: Runs) -> Colors:
 
 
 def _marker(record: Record) -> str:
-    return "o" if len(record.steps) == 1 else ""  # a line of one point is not seen
+    return "o" if len(record.steps) == 1 else ""  # a line of one point is invisible
 
 
 def _legend(figure: Figure, ax: Axes) -> None:

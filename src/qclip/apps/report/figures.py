@@ -14,12 +14,12 @@ from qclip.apps.report.style import BLUE, CYCLE, RED, label, new_figure
 
 WIDTH, HEIGHT = 8.4, 3.0
 FEW = len(CYCLE)
-"""As many groups or runs as have a colour of their own; more take theirs from a scale."""
+"""Up to this many groups or runs have a colour of their own; more take theirs from a scale."""
 SCALE = colormaps["viridis"]
 
 
 def threshold_path(record: Record) -> Figure:
-    """The threshold of each group against the steps, on a logarithmic axis."""
+    """Draw the threshold of each group against the steps, on a logarithmic axis."""
     figure, (ax,) = new_figure(width=WIDTH, height=HEIGHT)
     _lines(ax, record, record.taus)
     log_axis(ax, record.taus)
@@ -29,7 +29,7 @@ def threshold_path(record: Record) -> Figure:
 
 
 def unclipped_fraction(record: Record) -> Figure:
-    """The noisy fraction left unclipped: its points where there are few groups, its running means, and the target."""
+    """Draw the noisy unclipped fraction: its points for few groups, its running means, and the target."""
     figure, (ax,) = new_figure(width=WIDTH, height=HEIGHT)
     noisy = record.noisy_unclipped
     if len(record.groups) <= FEW:
@@ -56,7 +56,7 @@ def unclipped_fraction(record: Record) -> Figure:
 
 
 def epsilon_spent(record: Record) -> Figure:
-    """The epsilon spent against the steps, and the budget where one was given."""
+    """Draw the epsilon spent against the steps, and the budget where one was given."""
     figure, (ax,) = new_figure(width=WIDTH, height=HEIGHT)
     done, spent = _computed(record)
     ax.plot(done, spent, ".-", color=BLUE, linewidth=1.4, markersize=4, label="spent")
@@ -64,7 +64,7 @@ def epsilon_spent(record: Record) -> Figure:
     if budget is not None:
         ax.axhline(budget, linestyle="--", color=RED, linewidth=1.1, label=f"budget {budget:g}")
     planned = record.summary.num_steps
-    ax.set_xlim(-0.03 * planned, 1.03 * planned)  # a run that is not finished shows what lies ahead
+    ax.set_xlim(-0.03 * planned, 1.03 * planned)  # an unfinished run shows the steps ahead
     ax.set_ylim(bottom=0)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     label(ax, "steps done", "epsilon", legend=False)
@@ -73,7 +73,7 @@ def epsilon_spent(record: Record) -> Figure:
 
 
 def held_out(record: Record) -> Figure:
-    """The held-out metrics (three at most) against the epochs, or the steps where no epochs were recorded."""
+    """Draw up to three held-out metrics against the epochs, or the steps where no epochs were recorded."""
     metrics = record.metrics[:3]
     figure, axes = new_figure(len(metrics), width=WIDTH, height=HEIGHT)
     by_epoch = all(score.epoch is not None for score in record.scores)
@@ -87,18 +87,18 @@ def held_out(record: Record) -> Figure:
 
 
 def budget_of(record: Record) -> float | None:
-    """The epsilon that the run was to keep to, where it was given one."""
+    """Return the epsilon of the run's budget; None without one."""
     budget = record.summary.settings.get("epsilon")
     return float(budget) if isinstance(budget, int | float) else None
 
 
 def window(steps: int) -> int:
-    """How many steps a running mean spans: a tenth of the run, odd, from 5 to 101."""
+    """Return the width of a running mean: a tenth of the run, odd, from 5 to 101."""
     return min(max(steps // 10, 5), 101) | 1
 
 
 def running_mean(values: Floats, width: int) -> Floats:
-    """The mean over ``width`` neighbours (fewer at the ends) of each row of [n, K], missing values left out.
+    """Return the mean over ``width`` neighbours (fewer at the ends) of each row of [n, K], without missing values.
 
     >>> running_mean(np.array([[1.0], [np.nan], [5.0]]), 3).tolist()
     [[1.0], [3.0], [5.0]]
@@ -109,12 +109,12 @@ def running_mean(values: Floats, width: int) -> Floats:
     counts = np.concatenate([zero, np.cumsum(known, axis=0)])
     centre, half = np.arange(len(values)), width // 2
     low, high = np.maximum(centre - half, 0), np.minimum(centre + half + 1, len(values))
-    found = counts[high] - counts[low]
-    return np.where(found > 0, (sums[high] - sums[low]) / np.maximum(found, 1), np.nan)
+    inside = counts[high] - counts[low]
+    return np.where(inside > 0, (sums[high] - sums[low]) / np.maximum(inside, 1), np.nan)
 
 
 def log_axis(ax: Axes, values: Floats) -> None:
-    """A logarithmic y axis in plain numbers, never so narrow that a constant looks like noise."""
+    """Make the y axis logarithmic, with plain numbers, and wide enough that a constant does not look like noise."""
     ax.set_yscale("log")
     low, high = float(values.min()), float(values.max())
     middle, half = np.sqrt(low * high), max(np.sqrt(high / low) * 1.15, 2.0)
@@ -127,14 +127,14 @@ def log_axis(ax: Axes, values: Floats) -> None:
 
 
 def step_axis(ax: Axes, steps: Floats) -> None:
-    """Whole numbers along x, with room around a single step."""
+    """Put whole numbers on the x axis, with margins around a single step."""
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if len(steps) == 1:
         ax.set_xlim(steps[0] - 1, steps[0] + 1)
 
 
 def _lines(ax: Axes, record: Record, values: Floats) -> None:
-    """A line per group of [n, K]; a dot each where there is one step."""
+    """Draw a line per group of [n, K]; a dot each where there is one step."""
     names, marker = record.groups, "o" if len(record.steps) == 1 else ""
     few = len(names) <= FEW
     for index, name in enumerate(names):
@@ -146,7 +146,7 @@ def _lines(ax: Axes, record: Record, values: Floats) -> None:
 
 
 def _name_groups(figure: Figure, ax: Axes, record: Record) -> None:
-    """The groups' names beside the axes, or a scale of their numbers where they are many."""
+    """Put the names of the groups beside the axes, or a scale of their numbers where there are many."""
     count = len(record.groups)
     if count > FEW:
         norm = BoundaryNorm(np.arange(count + 1) + 0.5, SCALE.N)
@@ -162,12 +162,12 @@ def _name_groups(figure: Figure, ax: Axes, record: Record) -> None:
 
 
 def _computed(record: Record) -> tuple[Floats, Floats]:
-    """Steps done and epsilon at the start and where it was computed: records between are rounded up to the next."""
+    """Return steps and epsilon at the start and where epsilon was computed; between them, records are rounded up."""
     ends = np.append(np.diff(record.epsilons) != 0, True)
     return np.append(0, record.steps[ends] + 1), np.append(0.0, record.epsilons[ends])
 
 
 def _fraction_limits(means: Floats, targets: Floats | None) -> tuple[float, float]:
-    """Limits that show the means and the target; noisy points may lie outside them, and outside [0, 1]."""
+    """Return limits that show the means and the target; noisy points may lie outside them, and outside [0, 1]."""
     shown = means if targets is None else np.concatenate([means.ravel(), targets])
     return min(-0.02, float(np.nanmin(shown)) - 0.05), max(1.02, float(np.nanmax(shown)) + 0.05)

@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: no script, no font, no image that lives outside the file."""
+"""Self-contained HTML pages: no script, no font and no image outside the file."""
 
 import base64
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ a { color: #2563a8; text-decoration: none; }
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """A whole document around the given fragments."""
+    """Return a whole document around the given fragments."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     return (
         f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head><body>{"".join(body)}</body></html>\n'
@@ -32,12 +32,12 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def tag(verdict: str) -> str:
-    """A coloured word."""
+    """Return a verdict as a coloured tag."""
     return f'<span class="tag {escape(verdict)}">{escape(verdict)}</span>'
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of fragments that are HTML already; cells that begin with a digit align right."""
+    """Return a table of HTML fragments; cells that begin with a digit align right."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
     lines = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
@@ -48,11 +48,11 @@ def _cell(text: str) -> str:
 
 
 def image(path: Path, alternative: str) -> str:
-    """A picture, its bytes inside the page."""
+    """Return a PNG image embedded in the page."""
     data = base64.b64encode(path.read_bytes()).decode()
     return f'<img alt="{escape(alternative)}" src="data:image/png;base64,{data}">'
 
 
 def definitions(pairs: Iterable[tuple[str, str]]) -> str:
-    """A list of terms and texts; the texts are escaped."""
+    """Return a list of terms and texts, escaped; pairs without a text are left out."""
     return "<dl>" + "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in pairs if text) + "</dl>"

@@ -1,4 +1,4 @@
-"""What a run's folder says, as arrays: read once, checked, and ready to be drawn or compared."""
+"""The record of a run as arrays: read from its folder, checked, and ready to be drawn or compared."""
 
 import ast
 import math
@@ -15,18 +15,18 @@ from qclip.apps.run_folder import Line, RunFolder
 from qclip.apps.run_summary import Summary
 from qclip.schedules import Polynomial, Schedule, Unclipped, values
 
-INTACT = "put back the file as the run wrote it"
+INTACT = "restore the file as the run wrote it"
 
 
 @dataclass(frozen=True)
 class Score:
-    """A look at the held-out data."""
+    """The held-out metrics at some step."""
 
     step: int
-    """The steps done by then."""
+    """Steps done by then."""
     epoch: float | None
     epsilon: float
-    """Spent by then."""
+    """Epsilon spent by then."""
     values: Mapping[str, float]
 
 
@@ -37,56 +37,56 @@ class Record:
     folder: Path
     summary: Summary
     steps: Floats
-    """[n], counted from 0."""
+    """The steps, counted from 0, [n]."""
     taus: Floats
-    """[n, K]."""
+    """The threshold of each group, [n, K]."""
     noisy_unclipped: Floats
-    """[n, K]; NaN where the threshold did not ask."""
+    """The noisy unclipped fraction of each group, [n, K]; NaN where it was not measured."""
     epsilons: Floats
-    """[n], spent after each step; infinite without privacy."""
+    """The epsilon spent after each step, [n]; infinite without privacy."""
     scores: tuple[Score, ...]
 
     @property
     def private(self) -> bool:
-        """Whether the run has a guarantee."""
+        """Whether the run has a privacy guarantee."""
         return self.summary.private and self.summary.epsilon is not None
 
     @property
     def done(self) -> int:
-        """The steps done: a run that was killed may have recorded more of them than its last summary knows."""
+        """The number of steps done; a killed run may have recorded more than its last summary has."""
         last = int(self.steps[-1]) + 1 if len(self.steps) else 0
         return max(last, self.summary.steps)
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end."""
+        """Whether the run is finished."""
         return self.summary.finished
 
     @property
     def epsilon(self) -> float:
-        """Spent by the steps done."""
+        """The epsilon spent by the steps done."""
         if not self.summary.private or self.summary.epsilon is None:
             return math.inf
         return self.summary.epsilon if self.done == self.summary.steps else float(self.epsilons[-1])
 
     @property
     def groups(self) -> list[str]:
-        """A name for each group."""
+        """The name of each group."""
         return self.summary.groups
 
     @property
     def threshold(self) -> Mapping[str, Any]:
-        """The threshold's name and its settings."""
+        """The name and settings of the threshold."""
         return self.summary.threshold
 
     @property
     def asked(self) -> bool:
-        """Whether the run knows, noisily, how many examples it left unclipped."""
+        """Whether the threshold measured the unclipped fraction."""
         return bool(np.isfinite(self.noisy_unclipped).any())
 
     @property
     def targets(self) -> Floats | None:
-        """[n], the fraction p that the threshold was to leave unclipped at each step; None where it has none."""
+        """The target p of the threshold at each step, [n]; None where it has none."""
         p = _schedule(self.threshold.get("p"))
         if p is None or not len(self.steps):
             return None
@@ -99,28 +99,31 @@ class Record:
         return sorted(names, key=lambda name: name != "accuracy")
 
     def last(self, metric: str) -> float | None:
-        """The last held-out value of a metric."""
-        found = [score.values[metric] for score in self.scores if metric in score.values]
-        return found[-1] if found else None
+        """Return the last held-out value of a metric; None without one."""
+        history = [score.values[metric] for score in self.scores if metric in score.values]
+        return history[-1] if history else None
 
 
 def read(folder: Path) -> Record:
-    """Read the folder of a run, finished or not; refused where a file is missing or cannot be understood.
+    """Read the folder of a run, finished or not.
 
-    A last line of metrics.jsonl that an interruption tore is left out.
+    A last line of metrics.jsonl that an interruption cut off is left out.
+
+    Raises:
+        Refusal: A file is missing or broken; the message names it.
     """
     files = RunFolder(Path(folder))
     summary = files.summary()
     if not files.metrics_file.exists():
-        raise check.refuse("metrics.jsonl", str(files.metrics_file), "there, beside summary.json", INTACT)
-    lines = {_step(line, files): line for line in files.steps()}  # of a step that was written twice the later counts
+        raise check.Refusal(f"{files.metrics_file} is missing beside summary.json; {INTACT}")
+    lines = {_step(line, files): line for line in files.steps()}  # the later line of a step that was written twice
     taus = _matrix(lines, "tau", files)
     if lines and taus.shape[1] != len(summary.groups):
-        bound = f"with the thresholds of {len(summary.groups)} groups, those of summary.json"
-        raise _broken(files, next(iter(lines)), bound)
-    if not (taus > 0).all():  # a NaN is not
+        fault = f"it has {taus.shape[1]} thresholds for the {len(summary.groups)} groups of summary.json"
+        raise _broken(files, next(iter(lines)), fault)
+    if not (taus > 0).all():  # false for NaN
         bad = list(lines)[int(np.argmin((taus > 0).all(axis=1)))]
-        raise _broken(files, bad, "with positive thresholds")
+        raise _broken(files, bad, "its thresholds are not all positive")
     return Record(
         folder=files.path,
         summary=summary,
@@ -133,17 +136,17 @@ def read(folder: Path) -> Record:
 
 
 def _matrix(lines: Mapping[int, Line], key: str, files: RunFolder, width: int | None = None) -> Floats:
-    """The lists under ``key``, a row per step, as long as the first; with ``width`` so long, or empty and then NaN."""
+    """Return the lists under ``key``, a row per step and as long as the first; with ``width``, an empty list is NaN."""
     rows: list[list[float]] = []
     for step, line in lines.items():
         given = line.get(key, [])
         if not isinstance(given, list):
-            raise _broken(files, step, f"with a list under {key}")
+            raise _broken(files, step, f"{key} is not a list")
         row = [_number(value, math.nan, step, files) for value in given]
         if not row and width is not None:
             row = [math.nan] * width
         if not row or len(row) != (width or len(rows[0] if rows else row)):
-            raise _broken(files, step, f"with a value per group under {key}")
+            raise _broken(files, step, f"{key} does not have one value per group")
         rows.append(row)
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(rows[0]) if rows else 0)
 
@@ -151,7 +154,7 @@ def _matrix(lines: Mapping[int, Line], key: str, files: RunFolder, width: int | 
 def _score(line: Line, files: RunFolder) -> Score:
     step, held_out = _step(line, files), line["held_out"]
     if not isinstance(held_out, dict):
-        raise _broken(files, step, "with an object under held_out")
+        raise _broken(files, step, "held_out is not an object")
     epoch = line.get("epoch")
     return Score(
         step,
@@ -164,25 +167,25 @@ def _score(line: Line, files: RunFolder) -> Score:
 def _step(line: Line, files: RunFolder) -> int:
     step = line.get("step") if isinstance(line, dict) else None
     if not isinstance(step, int) or step < 0:
-        raise _broken(files, step, "counted from 0")
+        raise _broken(files, step, "steps count from 0")
     return step
 
 
 def _number(value: object, absent: float, step: int, files: RunFolder) -> float:
-    """A number; JSON has null for those it cannot write."""
+    """Return a number; JSON has null for infinities and NaN."""
     if value is None:
         return absent
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _broken(files, step, f"with a number in place of {value!r}")
+        raise _broken(files, step, f"{value!r} is not a number")
     return float(value)
 
 
-def _broken(files: RunFolder, step: object, bound: str) -> ValueError:
-    return check.refuse(f"{files.metrics_file}: step", step, bound, INTACT)
+def _broken(files: RunFolder, step: object, fault: str) -> check.Refusal:
+    return check.Refusal(f"{files.metrics_file}, step {step!r}: {fault}; {INTACT}")
 
 
 def _schedule(described: object) -> Schedule | float | None:
-    """The schedule of p as `qclip.thresholds.describe` writes it, a number or a repr; None for what is not known.
+    """Return the schedule of p that `qclip.thresholds.describe` wrote, a number or a repr; None for any other.
 
     >>> _schedule("Unclipped(clipped_fraction=Polynomial(initial=0.4, power=-1.0, high=inf))")(1)
     0.8
@@ -198,7 +201,7 @@ def _schedule(described: object) -> Schedule | float | None:
 
 
 def _built(node: ast.expr) -> Any:
-    """The numbers and schedules that an expression names, and nothing else."""
+    """Build the numbers and schedules of an expression, and nothing else."""
     match node:
         case ast.Call(func=ast.Name(id="Polynomial" | "Unclipped" as name), args=[], keywords=keywords):
             made: Any = Polynomial if name == "Polynomial" else Unclipped
@@ -214,7 +217,7 @@ def _built(node: ast.expr) -> Any:
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """The least of each path's end that tells the folders apart.
+    """Return the shortest endings of the paths that distinguish the folders.
 
     >>> short_names([Path("a/seed1/run"), Path("a/seed2/run")])
     ['seed1/run', 'seed2/run']

@@ -1,4 +1,4 @@
-"""The report of one run: a page that explains itself to someone who has not read the paper."""
+"""The report of one run: a page for readers who have not read the paper."""
 
 from collections.abc import Iterator
 from html import escape
@@ -22,17 +22,22 @@ summary { color: #2563a8; cursor: pointer; } pre { background: #f2f4f6; padding:
 </style>"""
 
 TERMS = {
-    "optimisation": "what is left of the distance at the start; shrinks with more steps and larger ones",
+    "optimisation": "the remaining distance from the start; shrinks with more and larger steps",
     "variance": "the noise of sampling and of privacy; shrinks with larger batches and smaller steps",
-    "bias": "the pull of clipping; shrinks when fewer examples are clipped",
+    "bias": "the bias of clipping; shrinks when fewer examples are clipped",
     "total": "the sum",
 }
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
-    """Write the report of the run in ``folder``, to its report.html unless ``out`` says otherwise; returns where it is.
+    """Write the report of a run and return its path.
 
-    Refused, naming the file, where metrics.jsonl or summary.json is missing or cannot be understood.
+    Args:
+        folder: The folder of the run.
+        out: File of the page; report.html in the folder when left out.
+
+    Raises:
+        Refusal: metrics.jsonl or summary.json is missing or broken; the message names it.
     """
     record = read(folder)
     path = RunFolder(Path(folder)).report_file if out is None else out
@@ -43,7 +48,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
 
 
 def picture(figure: Figure, alternative: str) -> str:
-    """A figure, inside the page."""
+    """Return a figure embedded in the page."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "figure.png"
         save(figure, path)
@@ -51,7 +56,7 @@ def picture(figure: Figure, alternative: str) -> str:
 
 
 def caption(*sentences: str) -> str:
-    """What a figure shows; the sentences are HTML already, and empty ones are left out."""
+    """Return the caption of a figure, from sentences in HTML; empty ones are left out."""
     return f'<p class="caption">{" ".join(filter(None, sentences))}</p>'
 
 
@@ -76,8 +81,8 @@ def _headline(record: Record) -> str:
     cards.append((f"ε = {words.epsilon(record.epsilon)}", f"spent, at δ = {delta}" if record.private else "no privacy"))
     if len(record.steps):
         p = words.quantile(record)
-        what = escape(words.threshold(record)) + (f", p = {p}" if p else "")
-        cards.append((words.taus(record), f"last threshold ({what})"))
+        kind = escape(words.threshold(record)) + (f", p = {p}" if p else "")
+        cards.append((words.taus(record), f"last threshold ({kind})"))
     shown = "".join(f"<div><b>{value}</b>{text}</div>" for value, text in cards)
     return f'<div class="headline">{shown}</div>'
 
@@ -85,32 +90,33 @@ def _headline(record: Record) -> str:
 def _notes(record: Record) -> Iterator[str]:
     if lost := record.summary.lost_threshold:
         yield (
-            f"{escape(lost[:1].upper() + lost[1:])}. <b>Look at the scores with care:</b> such a run may have learnt "
-            "nothing but which class is the most frequent, and an accuracy does not show it."
+            f"{escape(lost[:1].upper() + lost[1:])}. <b>Read the scores with care:</b> such a run may have learnt "
+            "only which class is the most frequent, and an accuracy does not show it."
         )
     if not record.finished:
-        yield f"This run is not finished: {words.steps(record)} steps are done. Epsilon is what they spent."
+        yield f"This run is not finished: {words.steps(record)} steps are done. Epsilon covers these steps."
     if not record.private:
         yield (
-            "This run is <b>not private</b>: it added no noise, or its threshold looked at the data. "
+            "This run is <b>not private</b>: it added no noise, or its threshold read raw gradient norms. "
             "Do not release the model where the data must stay secret."
         )
     elif record.summary.seeded:
-        yield "The random numbers came from a seed that was given: whoever knows it can take the noise away again."
+        yield "The random numbers came from a given seed: anyone who knows the seed can subtract the noise."
 
 
 def _threshold(record: Record) -> Iterator[str]:
     count = len(record.groups)
     yield "<h2>The threshold</h2>"
     yield caption(
-        "An example's gradient is shortened to the threshold if it is longer, so that no example counts for more.",
-        "The noise is in proportion to it: a high threshold drowns the gradient in noise, a low one distorts it.",
-        "Nobody set it by hand: it follows the gradients, so that a fraction p of the examples stays as it is."
-        + (" Here it has lost them: see the note above." if record.summary.lost_threshold else "")
+        "A per-example gradient longer than the threshold is scaled down to it, which bounds the influence of each",
+        "example. The noise is proportional to the threshold: a high one drowns the gradient in noise, a low one",
+        "distorts it.",
+        "The threshold was not tuned by hand: it follows the gradients, so that a fraction p of the examples stays "
+        "unclipped." + (" Here it has lost them: see the note above." if record.summary.lost_threshold else "")
         if words.quantile(record)
         else "It was given beforehand and does not depend on the data.",
-        f"The {count} groups of parameters have one each." if count > 1 else "",
-        "Equal distances on the axis are equal factors.",
+        f"Each of the {count} groups of parameters has its own." if count > 1 else "",
+        "The axis is logarithmic.",
     )
     yield picture(figures.threshold_path(record), "threshold against steps")
     if count > 1:
@@ -128,17 +134,17 @@ def _groups(record: Record) -> str:
 
 
 def _unclipped(record: Record) -> Iterator[str]:
-    yield "<h2>How many examples stay unclipped</h2>"
+    yield "<h2>Fraction of unclipped examples</h2>"
     if not record.asked:
-        yield caption("This threshold does not ask, so the run has not learnt it.")
+        yield caption("This threshold does not measure the fraction.")
         return
-    noise = ", with the noise that keeps it private: single ones may lie below 0 or above 1" if record.private else ""
+    noise = ", with the noise that keeps it private: single values may lie outside [0, 1]" if record.private else ""
     yield caption(
-        f"Dots: what the run learnt at each step{noise}." if len(record.groups) <= figures.FEW else "",
+        f"Dots: the released fraction at each step{noise}." if len(record.groups) <= figures.FEW else "",
         f"Lines: running means over {figures.window(len(record.steps))} steps.",
-        "Dashed: the target p. A line near it says that the threshold follows; one below it, that the threshold is too "
-        "low, as it may be at the start; one above it, that it is too high, or that none is low enough: more gradients "
-        "vanish than p allows, and the threshold falls to its lower bound."
+        "Dashed: the target p. Near it, the threshold follows the gradients. Below it, the threshold is too low, as it "
+        "may be at the start. Above it, the threshold is too high, or none is low enough: more gradients vanish than p "
+        "allows, and the threshold falls to its lower bound."
         if record.targets is not None
         else "",
     )
@@ -149,43 +155,43 @@ def _epsilon(record: Record) -> Iterator[str]:
     if not record.private:
         return
     delta = words.number(record.summary.delta)
-    yield "<h2>The privacy spent</h2>"
+    yield "<h2>Privacy spent</h2>"
     yield caption(
-        "Whether or not any one example was in the data, nothing that the run released becomes more than",
-        f"e<sup>ε</sup> times as likely, but for a probability of δ = {delta}.",
-        "Each step spends a little. Dots: where it was computed.",
+        "Adding or removing any one example makes no output of the run more than",
+        f"e<sup>ε</sup> times as likely, except with probability δ = {delta}.",
+        "Each step spends a little. Dots: the steps at which epsilon was computed.",
     )
     yield picture(figures.epsilon_spent(record), "epsilon spent against steps")
 
 
 def _held_out(record: Record) -> Iterator[str]:
-    yield "<h2>On held-out examples</h2>"
+    yield "<h2>Held-out scores</h2>"
     if not record.metrics:
         yield caption("No score was recorded.")
         return
     yield caption(
-        "Measured on examples that took no part in training. The guarantee is about the training examples, not about",
+        "Measured on examples that took no part in training. The privacy guarantee covers the training examples, not",
         "these.",
     )
     yield picture(figures.held_out(record), "held-out metrics over the run")
 
 
 def _certificate(record: Record) -> Iterator[str]:
-    found, refused = record.summary.certificate, record.summary.certificate_refused
-    if found is None and refused is None:
+    certificate, refused = record.summary.certificate, record.summary.certificate_refused
+    if certificate is None and refused is None:
         return
-    yield "<h2>What the run is known to have achieved</h2>"
-    if found is None:
+    yield "<h2>Certificate</h2>"
+    if certificate is None:
         yield caption(f"There is no certificate: {escape(str(refused))}")
         return
-    surely = f", with a confidence of {found.confidence:.0%} in the noisy fractions"
     yield caption(
-        "A bound on the squared length of the true gradient, its mean over the steps and over runs: 0 is a stationary",
-        f"point. It follows{surely}, from the thresholds recorded above and from the smoothness, the noise and the gap",
-        "that were given for the problem: it is as true as they are.",
+        "A bound on the squared norm of the true gradient, averaged over the steps and over runs; 0 is a stationary",
+        f"point. It holds with a confidence of {certificate.confidence:.0%} in the noisy fractions. It follows from",
+        "the thresholds recorded above and from the given smoothness, noise and gap of the problem, and is valid only",
+        "if these are correct.",
     )
-    rows = [(name, words.number(getattr(found, name)), text) for name, text in TERMS.items()]
-    yield page.table(("term", "bound", "what it is"), rows)
+    rows = [(name, words.number(getattr(certificate, name)), text) for name, text in TERMS.items()]
+    yield page.table(("term", "bound", "meaning"), rows)
 
 
 def _facts(record: Record) -> Iterator[str]:
@@ -195,7 +201,7 @@ def _facts(record: Record) -> Iterator[str]:
     rate = words.number(summary.sample_rate)
     known = {
         "examples": words.plain(summary.examples),
-        "expected batch size": f"{words.plain(summary.batch_size)} (each joins with {rate})",
+        "expected batch size": f"{words.plain(summary.batch_size)} (sampling rate {rate})",
         "steps": words.steps(record),
         "epochs": words.number(words.epochs(record)),
         "noise multiplier": f"{z} in all, {gradient} on the gradient",
@@ -208,5 +214,5 @@ def _facts(record: Record) -> Iterator[str]:
     shown = [(key.replace("_", " "), words.plain(value)) for key, value in summary.settings.items()]
     yield f"<h2>Settings</h2>{page.definitions(shown)}"
     yield f"<h2>Command</h2><pre>{escape(summary.command)}</pre>"
-    told = ", ".join(f"{name} {version}" for name, version in summary.versions.items())
-    yield f'<p class="facts">{escape(told)}</p>'
+    versions = ", ".join(f"{name} {version}" for name, version in summary.versions.items())
+    yield f'<p class="facts">{escape(versions)}</p>'

@@ -1,4 +1,4 @@
-"""How the figures look: one palette, one size, nothing that needs a display."""
+"""The style of the figures: one palette, one size, no need of a display."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ CYCLE = (BLUE, ORANGE, GREEN, RED, PURPLE, "#00808a", "#8a6d3b", GREY)
 
 
 def new_figure(columns: int = 1, *, width: float = 6.4, height: float = 3.6) -> tuple[Figure, list[Axes]]:
-    """A figure with a row of axes."""
+    """Return a figure with a row of axes."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, columns, squeeze=False)[0]
@@ -25,7 +25,7 @@ def new_figure(columns: int = 1, *, width: float = 6.4, height: float = 3.6) -> 
 
 
 def label(ax: Axes, x: str, y: str, title: str = "", *, legend: bool = True) -> None:
-    """Axis labels, a title and, where something is labelled, a legend."""
+    """Add axis labels, a title and, where lines are labelled, a legend."""
     ax.set_xlabel(x, fontsize=9)
     ax.set_ylabel(y, fontsize=9)
     for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):

@@ -1,4 +1,4 @@
-"""How values of a run are written: numbers short, absences silent."""
+"""The values of a run as text: numbers are short, missing values empty."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from qclip.apps.report.record import Record
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """A number in few digits; nothing for None.
+    """Format a number in few digits; None is empty.
 
     >>> number(0.000123456), number(60000), number(math.inf), number(None)
     ('0.0001235', '60,000', 'infinite', '')
@@ -33,7 +33,7 @@ def epsilon(value: float, digits: int = 3) -> str:
 
 
 def plain(value: Any) -> str:
-    """Any value of a JSON file, as text.
+    """Format any value of a JSON file.
 
     >>> plain([1, 2.5]), plain(True), plain({"initial": 0.3, "high": None})
     ('1, 2.5', 'yes', 'initial 0.3')
@@ -57,18 +57,18 @@ def plain(value: Any) -> str:
 
 
 def threshold(record: Record) -> str:
-    """The threshold's name."""
+    """Return the name of the threshold."""
     return str(record.threshold.get("name", "unknown"))
 
 
 def threshold_settings(record: Record) -> str:
-    """The threshold's name and settings."""
+    """Return the name and settings of the threshold."""
     settings = plain({key: value for key, value in record.threshold.items() if key != "name"})
     return f"{threshold(record)}: {settings}" if settings else threshold(record)
 
 
 def quantile(record: Record) -> str:
-    """The fraction that the threshold was to leave unclipped: a number, or from where to where; empty without one."""
+    """Format the target p of the threshold: a number, or the first and the last; empty without one."""
     targets = record.targets
     if targets is None:
         return ""
@@ -77,7 +77,7 @@ def quantile(record: Record) -> str:
 
 
 def taus(record: Record) -> str:
-    """The last threshold, or the range over the groups."""
+    """Format the last threshold, or its range over the groups."""
     if not len(record.steps):
         return ""
     low, high = float(record.taus[-1].min()), float(record.taus[-1].max())
@@ -85,13 +85,13 @@ def taus(record: Record) -> str:
 
 
 def steps(record: Record) -> str:
-    """The steps done, and of how many where there are more to do."""
+    """Format the number of steps done; for an unfinished run, of how many."""
     done, planned = plain(record.done), plain(record.summary.num_steps)
     return done if record.finished else f"{done} of {planned}"
 
 
 def epochs(record: Record) -> float:
-    """The epochs that the run was given, when it finished them; else how often each example was used on average."""
+    """Return the planned epochs of a finished run; otherwise how often each example was used on average."""
     given = record.summary.settings.get("epochs")
     if record.finished and isinstance(given, int):
         return given

@@ -120,7 +120,7 @@ class GramTiling:
     stages: int
 
 
-def tiling(positions: int, dtype: torch.dtype) -> GramTiling:
+def choose_tiling(positions: int, dtype: torch.dtype) -> GramTiling:
     """Choose a tiling with little padding and enough programs to fill a GPU."""
     if dtype == torch.float32:  # no matrix units: accumulators and operands compete for registers
         return GramTiling(32, 32, 4, 2)
@@ -129,12 +129,12 @@ def tiling(positions: int, dtype: torch.dtype) -> GramTiling:
     return GramTiling(64, 64, 4, 4) if positions <= 256 else GramTiling(128, 64, 8, 3)
 
 
-def launch(left: Tensor, right: Tensor, cut: GramTiling | None = None) -> Tensor:
+def launch(left: Tensor, right: Tensor, tiling: GramTiling | None = None) -> Tensor:
     """Run the kernel of `squares_and_sizes`: [2, B]. Partial sums are added in a fixed order, so results repeat."""
     left, right = (x if x.stride(2) == 1 else x.contiguous() for x in (left, right))
     batch_size, positions, _ = left.shape
-    cut = cut or tiling(positions, left.dtype)
-    tiles = -(-positions // cut.positions)
+    tiling = tiling or choose_tiling(positions, left.dtype)
+    tiles = -(-positions // tiling.positions)
     pairs = tiles * (tiles + 1) // 2
     partial = torch.empty(2, batch_size, pairs, dtype=torch.float32, device=left.device)
     tile: Any = _tile  # a launch takes options that are not parameters
@@ -143,9 +143,9 @@ def launch(left: Tensor, right: Tensor, cut: GramTiling | None = None) -> Tensor
             *(left, *_steps(left), right, *_steps(right)),
             *(partial, positions, pairs, batch_size * pairs),
             *(left.shape[2], _alignment(left), right.shape[2], _alignment(right)),
-            *(cut.positions, cut.depth),
-            num_warps=cut.warps,
-            num_stages=cut.stages,
+            *(tiling.positions, tiling.depth),
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
         )
     return partial.sum(2)
 

@@ -179,7 +179,7 @@ class WindowTiling:
     stages: int
 
 
-def tiling(side: int, places: int, positions: int, dtype: torch.dtype) -> WindowTiling:
+def choose_tiling(side: int, places: int, positions: int, dtype: torch.dtype) -> WindowTiling:
     """Choose a tiling for a weight of ``side`` x ``places`` elements: large tiles read the images less often."""
     if dtype == torch.float32:  # no matrix units: accumulators and operands compete for registers
         return WindowTiling(_power(side, 32), _power(places, 32), _power(positions, 32), 4, 2)
@@ -224,45 +224,45 @@ class Constants(NamedTuple):
     TILES: int
 
 
-def _constants(images: Tensor, grads: Tensor, geometry: Sequence[Pair], cut: WindowTiling) -> Constants:
+def _constants(images: Tensor, grads: Tensor, geometry: Sequence[Pair], tiling: WindowTiling) -> Constants:
     kernel, stride, padding, dilation = geometry
     side, places, _ = _sizes(images, grads, kernel)
-    columns = -(-places // cut.places)
+    columns = -(-places // tiling.places)
     return Constants._make(
         (
             *(*images.shape[1:], *images.stride()[1:]),
             *(*grads.shape[1:], *grads.stride()[1:]),
             *(*kernel, *stride, *padding, *dilation),
-            *(cut.side, cut.places, cut.positions),
-            *(places, columns, -(-side // cut.side) * columns),
+            *(tiling.side, tiling.places, tiling.positions),
+            *(places, columns, -(-side // tiling.side) * columns),
         )
     )
 
 
-def launch(images: Tensor, grads: Tensor, *geometry: Pair, cut: WindowTiling | None = None) -> tuple[Tensor, Tensor]:
+def launch(images: Tensor, grads: Tensor, *geometry: Pair, tiling: WindowTiling | None = None) -> tuple[Tensor, Tensor]:
     """Run the kernel of `gradients_and_squares`. Partial sums are added in a fixed order, so that results repeat."""
     weights = images.new_empty((len(images), grads.shape[1], *geometry[0], images.shape[1]))
-    return weights, _launch_tiles(images, grads, weights, geometry, cut)
+    return weights, _launch_tiles(images, grads, weights, geometry, tiling)
 
 
-def launch_squares(images: Tensor, grads: Tensor, *geometry: Pair, cut: WindowTiling | None = None) -> Tensor:
+def launch_squares(images: Tensor, grads: Tensor, *geometry: Pair, tiling: WindowTiling | None = None) -> Tensor:
     """Run the same kernel without writing the gradients."""
-    return _launch_tiles(images, grads, None, geometry, cut)
+    return _launch_tiles(images, grads, None, geometry, tiling)
 
 
 def _launch_tiles(
-    images: Tensor, grads: Tensor, weights: Tensor | None, geometry: Sequence[Pair], cut: WindowTiling | None
+    images: Tensor, grads: Tensor, weights: Tensor | None, geometry: Sequence[Pair], tiling: WindowTiling | None
 ) -> Tensor:
     """Return the squared norms, and write the gradients to ``weights`` if given."""
-    cut = cut or tiling(*_sizes(images, grads, geometry[0]), images.dtype)
-    constants = _constants(images, grads, geometry, cut)
+    tiling = tiling or choose_tiling(*_sizes(images, grads, geometry[0]), images.dtype)
+    constants = _constants(images, grads, geometry, tiling)
     partial = torch.empty(len(images), constants.TILES, dtype=torch.float32, device=images.device)
     kernel: Any = _tiles  # a launch takes options that are not parameters
     with torch.cuda.device_of(images):
         kernel[(partial.numel(),)](
             *(images, images.stride(0), grads, grads.stride(0), weights, partial, constants),
-            num_warps=cut.warps,
-            num_stages=cut.stages,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
         )
     return partial.sum(1)
 
@@ -272,17 +272,17 @@ def launch_sums(
     grads: Tensor,
     factors: Tensor,
     *geometry: Pair,
-    cut: WindowTiling | None = None,
+    tiling: WindowTiling | None = None,
     shares: int | None = None,
 ) -> Tensor:
     """Run the kernel of `weighted_sums`. The batch is split into ``shares``, added in a fixed order.
 
     By default there are enough shares to fill a GPU: about `PROGRAMS` tiles in all (35 MB), or one weight if larger.
     """
-    if cut is None:  # smaller than the tiles of the norms, but with the same steps over the positions: the same bits
+    if tiling is None:  # smaller than the tiles of the norms, but with the same steps over the positions: the same bits
         side, places, positions = _sizes(images, grads, geometry[0])
-        cut = tiling(min(side, 64), places, positions, images.dtype)
-    constants = _constants(images, grads, geometry, cut)
+        tiling = choose_tiling(min(side, 64), places, positions, images.dtype)
+    constants = _constants(images, grads, geometry, tiling)
     batch_size = len(images)
     shares = min(batch_size, shares or -(-PROGRAMS // constants.TILES))
     partial = torch.empty(shares, constants.M, *geometry[0], constants.C, dtype=torch.float32, device=images.device)
@@ -291,8 +291,8 @@ def launch_sums(
         kernel[(shares * constants.TILES,)](
             *(images, images.stride(0), grads, grads.stride(0), factors.float().contiguous(), partial),
             *(batch_size, shares, constants),
-            num_warps=cut.warps,
-            num_stages=cut.stages,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
         )
     return partial.sum(0)
 

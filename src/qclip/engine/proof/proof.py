@@ -260,11 +260,11 @@ def _require_separation(subject: Subject, plans: SitePlans) -> SitePlans:
     before, again = subject.trace(plans), subject.trace(plans)
     everyone = torch.arange(subject.batch_size, device=before.losses.device)
     tolerance = ROUGH_TOLERANCE if before.rough else TOLERANCE
-    if before.agreeing(again, everyone, tolerance)[1] is not None:
+    if before.compare(again, everyone, tolerance)[1] is not None:
         raise _unrepeatable(())
 
     def difference(after: Traces, is_kept: Tensor) -> str | None:
-        before.plans, where = before.agreeing(after, is_kept, tolerance)
+        before.plans, where = before.compare(after, is_kept, tolerance)
         return where
 
     require_separation(
@@ -307,7 +307,7 @@ def _require_any_size(subject: Subject, plans: SitePlans, device: torch.device) 
         return plans  # random numbers that cannot be replayed, such as those of a fused dropout
     common = index[: min(size, batch_size)]
     tolerance = 0.2 if usual.rough else 1e-2
-    plans, where = usual.agreeing(other, common, tolerance, allowed=len(common) // 20)
+    plans, where = usual.compare(other, common, tolerance, allowed=len(common) // 20)
     if where is not None:
         raise Mixing(
             f"an example's gradient depends on the batch size, {where}: such as a loss divided by the batch size or "

@@ -85,7 +85,7 @@ class Traces:
                 self.rough |= x.dtype in (torch.bfloat16, torch.float16)
                 projections[k, plan.layout] = project(plan.layout.by_example(x.detach(), self.batch_size))
 
-    def agreeing(
+    def compare(
         self, other: "Traces", index: Tensor, tolerance: float, *, allowed: int = 0
     ) -> tuple[SitePlans, str | None]:
         """Compare some examples in both traces, plan by plan.
