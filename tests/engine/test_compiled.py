@@ -26,7 +26,7 @@ from engine.row import SHIELDED
 from qclip._validate import Refusal
 from qclip.engine import Engine
 from qclip.engine import batch as batches
-from qclip.engine.capture import substitutes
+from qclip.engine.capture import overrides
 from qclip.engine.compiled.driver import PROVEN, Compiled
 from qclip.engine.compiled.rewrites import clip_early
 from qclip.engine.driver import call
@@ -521,7 +521,7 @@ def test_widened_layers(bias, grouping, monkeypatch, traced):
     for shape in ((D,), (T, D)):
         data = batch(B, *shape)
         expected = pair.expected(*data, clip_norm=0.5)
-        monkeypatch.setattr(substitutes, "is_ragged", is_ragged)
+        monkeypatch.setattr(overrides, "is_ragged", is_ragged)
         assert_same(pair.compiled(*data, clip_norm=0.5), expected, 2e-5)
         monkeypatch.undo()
         monkeypatch.setattr("qclip.engine.compiled.driver.compile_graph", as_traced)
@@ -539,7 +539,7 @@ def test_a_widened_head_tied_to_an_embedding(grouping, monkeypatch, traced):
     pair = Pair(Net(tied, words=words, two=nn.Linear(D, D), head=head), groups=grouping)
     x, y = torch.randint(V, (B, T)), torch.randn(B)
     expected = pair.expected(x, y, clip_norm=0.5)
-    monkeypatch.setattr(substitutes, "is_ragged", lambda input, weight, bias=None: weight.shape[0] % 8 > 0)
+    monkeypatch.setattr(overrides, "is_ragged", lambda input, weight, bias=None: weight.shape[0] % 8 > 0)
     assert_same(pair.compiled(x, y, clip_norm=0.5), expected, 2e-5)
 
 

@@ -1,6 +1,6 @@
 """Cross entropy in a compiled step: however it is written, two operators compute it, and nothing else changes.
 
-The substitution is for GPUs and many classes. Here it is made on a CPU and for few, by the twins of the kernels.
+The override is for GPUs and many classes. Here it is made on a CPU and for few, by the twins of the kernels.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from engine.cases import Net
 from engine.compare import assert_same
 from engine.driven import Pair
 from qclip.engine import oracle
-from qclip.engine.capture import substitutes
+from qclip.engine.capture import overrides
 from shards import every
 
 B, T, D, V = 7, 5, 6, 11
@@ -44,12 +44,12 @@ def graphs(monkeypatch):
     monkeypatch.setattr(
         "qclip.engine.compiled.driver.compile_graph", lambda graph, *_: found.append(graph.graph) or graph
     )
-    monkeypatch.setattr(substitutes, "has_many_classes", lambda scores: scores.shape[1] > 4)
+    monkeypatch.setattr(overrides, "has_many_classes", lambda scores: scores.shape[1] > 4)
     return found
 
 
 def widen(monkeypatch):
-    monkeypatch.setattr(substitutes, "is_ragged", lambda input, weight, bias=None: weight.shape[0] % 8 > 0)
+    monkeypatch.setattr(overrides, "is_ragged", lambda input, weight, bias=None: weight.shape[0] % 8 > 0)
 
 
 def model(dtype=torch.float32):
@@ -327,11 +327,11 @@ def test_other_losses_are_left_as_they_are(name, graphs):
 def test_many_classes_on_a_gpu(device, classes, answer):
     with torch._subclasses.FakeTensorMode():
         scores = torch.empty(2, classes, 3, device=device)
-    assert substitutes.has_many_classes(scores) is answer
+    assert overrides.has_many_classes(scores) is answer
 
 
 def test_few_classes_are_left_as_they_are(graphs, monkeypatch):
-    monkeypatch.setattr(substitutes, "has_many_classes", lambda scores: scores.shape[1] > V)
+    monkeypatch.setattr(overrides, "has_many_classes", lambda scores: scores.shape[1] > V)
     pair, (x, y) = Pair(model(), flattened), data(T)
     assert_same(pair.compiled(x, y, 0.3), pair.expected(x, y, 0.3), 2e-5)
     assert [names(graph) for graph in graphs] == [PLAIN]
@@ -421,3 +421,12 @@ def test_scores_overwritten_after_their_loss_run_eager(graphs):
     with pytest.warns(UserWarning, match="runs eager: .*modified by an inplace operation"):
         found = pair.compiled(x, y, 0.3)
     assert_same(found, pair.expected(x, y, 0.3), 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # the compiler's, of its own parts
+def test_the_operators_compile(monkeypatch):
+    monkeypatch.setattr(overrides, "has_many_classes", lambda scores: scores.shape[1] > 4)
+    widen(monkeypatch)
+    pair, (x, y) = Pair(model(), lambda s, y: entropy(s.mT, y, label_smoothing=0.1).mean(1)), data(T)
+    assert_same(pair.compiled(x, y, 0.3), pair.expected(x, y, 0.3), 2e-5)

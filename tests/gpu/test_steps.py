@@ -11,7 +11,7 @@ from torch import nn
 from engine.compare import distance
 from engine.driven import Pair, as_traced
 from gpu.device import DEVICE, ON_GPU, cuda_only
-from qclip.engine.capture import substitutes
+from qclip.engine.capture import overrides
 from qclip.engine.compiled import driver
 from qclip.engine.compiled.backend import Replay
 from qclip.engine.compiled.driver import Step
@@ -300,7 +300,7 @@ def test_cross_entropy_over_many_classes(name, autocast, monkeypatch):
 
     monkeypatch.setattr(driver, "compile_graph", kept)
     if not ON_GPU:
-        monkeypatch.setattr(substitutes, "has_many_classes", lambda scores: True)
+        monkeypatch.setattr(overrides, "has_many_classes", lambda scores: True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 64), nn.GELU(), nn.Linear(64, CLASSES)).to(DEVICE)
     model = model if autocast else model.to(torch.bfloat16)

@@ -26,7 +26,7 @@ from qclip.engine.gradients.plan import Plan, signature
 from qclip.engine.groups import ClipNorm, GroupSpec, partition
 from qclip.engine.kernels.products import scale_examples
 from qclip.engine.proof.precision import in_precision
-from qclip.engine.proof.proof import PROOFS, SAME_WAY, NotSpreading
+from qclip.engine.proof.proof import PROOFS, SAME_WAY, NotBroadcast
 from qclip.engine.proof.prover import CALLS_FOR_REFUSAL, Prover, first_line
 from qclip.engine.randomness import RandomState
 from qclip.engine.result import ClippedGradients
@@ -347,7 +347,7 @@ class Engine:
         while True:
             try:
                 return run, find_plan(run)
-            except NotSpreading as wrong:
+            except NotBroadcast as wrong:
                 self._not_broadcasts[run.batch_size] = frozenset(run.capture.not_broadcasts) | wrong.ordinals
                 with run.random_state.replayed():
                     run = self.record(evaluate, batch, run.batch_size)

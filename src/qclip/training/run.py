@@ -109,7 +109,6 @@ class PrivateTraining:
         fetch_proof = FetchProof(Fetch.of(source), engine, self.loader.num_examples)
         self._clipper = Clipper(engine, compiled, evaluation, fetch_proof)
         self._data = DataFingerprint(dataset_of(source))
-        self._inside = False
         if evaluation.criterion is not None:
             engine.watch(self._slots_of_next_batch)
 
@@ -448,20 +447,18 @@ class PrivateTraining:
     def _slots_of_next_batch(self) -> int | None:
         """Return the number of slots of the user's next forward pass; None if the pass is not part of the training."""
         ticket = self.loader.tickets.front
-        return None if self._inside or ticket is None else ticket.num_slots
+        return None if ticket is None else ticket.num_slots
 
     @contextmanager
     def _attempt(self) -> Iterator[None]:
         """Drop the logical batch on any error inside: its partial sums must be neither released nor added to."""
         try:
-            self._inside = True
-            yield
+            with self._engine.unwatched():
+                yield
         except BaseException:
             self._logical = None
             self.loader.abandon()
             raise
-        finally:
-            self._inside = False
 
 
 def _mean_loss(gradients: ClippedGradients, ticket: Ticket) -> Tensor:

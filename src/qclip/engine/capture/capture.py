@@ -6,7 +6,7 @@ call that is wrongly recorded as a site fails the proof of ownership in `qclip.e
 
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,26 @@ from torch.overrides import TorchFunctionMode
 from qclip._validate import Refusal
 from qclip.engine.capture.faults import CORRECTED
 from qclip.engine.capture.invocation import Invocation, opened
+from qclip.engine.capture.overrides import Overrides
 from qclip.engine.capture.routing import ROUTING, moved_dimensions
-from qclip.engine.capture.substitutes import Substitutes
 from qclip.engine.gradients import rules
 from qclip.engine.gradients.layouts import relative
 from qclip.engine.gradients.sites import Call, Output, Site, Source, tensors, with_tensors
 from qclip.engine.randomness import RandomState
+
+
+class _Inputs(NamedTuple):
+    """The arguments of a call that reads parameters, classified before it runs."""
+
+    call: Call
+    entry: rules.Entry | None
+    """The rule of the function."""
+    has_data: bool
+    """Whether any argument depends on data."""
+    data_nodes: tuple[frozenset[Node], ...]
+    """The autograd nodes of each differentiable data argument."""
+    random_state: RandomState | None
+    """The state of the generators, if the call may have to run again."""
 
 
 class Capture(TorchFunctionMode):
@@ -39,7 +53,7 @@ class Capture(TorchFunctionMode):
         not_broadcasts: Ordinals of calls that look like broadcasts over the batch and are none.
         keep_values: Whether sites keep a copy of their first output.
         observe: Called with the index and the first output of every site.
-        substitutes: Runs the functions of a forward pass that is traced for a compiled step; None for an eager one.
+        overrides: Runs the functions of a forward pass that is traced for a compiled step; None for an eager one.
     """
 
     def __init__(
@@ -51,7 +65,7 @@ class Capture(TorchFunctionMode):
         not_broadcasts: Collection[int] = (),
         keep_values: bool = False,
         observe: Callable[[int, Tensor], None] | None = None,
-        substitutes: Substitutes | None = None,
+        overrides: Overrides | None = None,
     ) -> None:
         super().__init__()
         self.sites: list[Site] = []
@@ -64,7 +78,7 @@ class Capture(TorchFunctionMode):
         self._batch_size = batch_size
         self._keep_values = keep_values
         self._observe = observe
-        self._substitutes = substitutes
+        self._overrides = overrides
         self._num_broadcasts = 0
         self._sources = {
             id(p): Source(get_gradient_edge(p), p.shape, p.dtype, frozenset([name])) for name, p in parameters.items()
@@ -103,50 +117,43 @@ class Capture(TorchFunctionMode):
             raise Refusal(f"{self._detached(call)}: {error}") from error
 
     def _run_with_parameters(self, call: Invocation, entry: rules.Entry | None) -> Any:
-        data = [x for x in call.tensors if self._is_data(x)]
-        data_nodes = _nodes(data)
-        # A call without a rule may have to run again, with the same random numbers. A traced call runs only once.
-        may_run_again = entry is None and bool(data) and self._substitutes is None
-        random_state = RandomState.now(data[0].device) if may_run_again else None
-        detached = self._detached(call)  # before the function can overwrite an argument
+        inputs = self._classified(call, entry)
         result, results = self._run(call)
-        outputs = _outputs(call, results)
-        if outputs and (data or (entry is not None and self._is_broadcast(detached, outputs))):
-            if entry is not None or _depends(outputs, detached.sources.values(), data_nodes):
-                broadcast_index = None if data else self._num_broadcasts - 1
-                self._record_site(detached, entry, outputs, results, data_nodes, random_state, broadcast_index)
-            # Else a call such as x.type_as(parameter), which takes no value from its source.
-        elif outputs:
-            self._record_sources(detached, results)
-        elif not data:
-            self._note_constants((), results)
+        self._record(inputs, _outputs(call, results), results)
         self._note_call(call, results)
         return result
 
     def _run(self, call: Invocation) -> tuple[Any, list[Tensor]]:
         """Run a call; return its result, and the tensors whose gradients a site needs."""
-        if self._substitutes is None:
+        if self._overrides is None:
             result = CORRECTED.get(call.function, call.function)(*call.args, **call.kwargs)
         else:
-            result = self._substitutes.run(call.function, call.args, call.kwargs)
+            result = self._overrides.run(call.function, call.args, call.kwargs)
         results = [result] if isinstance(result, Tensor) else tensors(result)
-        if self._substitutes is not None and call.function is F.linear:
-            results = [self._substitutes.whole(x) for x in results]
+        if self._overrides is not None and call.function is F.linear:
+            results = [self._overrides.whole(x) for x in results]
         return result, results
 
     # Classify
 
-    def _is_data(self, x: Tensor) -> bool:
-        return id(x) not in self._sources and (x.requires_grad or id(x) not in self._constants)
+    def _classified(self, call: Invocation, entry: rules.Entry | None) -> _Inputs:
+        """Separate the data of a call from its sources, before it runs and can overwrite an argument."""
+        data = [
+            x for x in call.tensors if id(x) not in self._sources and (x.requires_grad or id(x) not in self._constants)
+        ]
+        # A call without a rule may have to run again, with the same random numbers. A traced call runs only once.
+        may_run_again = entry is None and bool(data) and self._overrides is None
+        random_state = RandomState.now(data[0].device) if may_run_again else None
+        return _Inputs(self._detached(call), entry, bool(data), _nodes(data), random_state)
 
     def _may_hold_examples(self, length: int, dim: int) -> bool:
         """Return whether a dimension may hold examples: one row each, or several in the first dimension."""
         several = dim == 0 and length > 0 and length % self._batch_size == 0
         return self._batch_size > 1 and (length == self._batch_size or several)
 
-    def _is_broadcast(self, call: Call, outputs: Sequence[Output]) -> bool:
+    def _is_broadcast(self, inputs: _Inputs, outputs: Sequence[Output]) -> bool:
         """Return whether a parameter-only call is to be recorded as a site that gives every example a row."""
-        if not self._looks_like_broadcast(call, outputs[0].shape):
+        if inputs.entry is None or not self._looks_like_broadcast(inputs.call, outputs[0].shape):
             return False
         self._num_broadcasts += 1
         return self._num_broadcasts - 1 not in self.not_broadcasts
@@ -178,6 +185,16 @@ class Capture(TorchFunctionMode):
 
     # Record
 
+    def _record(self, inputs: _Inputs, outputs: tuple[Output, ...], results: Sequence[Tensor]) -> None:
+        """Record what a call made of its sources: a site, new sources, or constants."""
+        if not outputs:
+            if not inputs.has_data:
+                self._note_constants((), results)
+        elif not inputs.has_data and not self._is_broadcast(inputs, outputs):
+            self._record_sources(inputs.call, results)
+        elif inputs.entry is not None or _depends(outputs, inputs):  # not so x.type_as(parameter)
+            self._record_site(inputs, outputs, results)
+
     def _detached(self, call: Invocation) -> Call:
         """Return the call with detached tensors, as it is before it runs."""
         overwritten = call.args[0] if call.args and call.in_place else None
@@ -197,22 +214,21 @@ class Capture(TorchFunctionMode):
                 self._sources[id(x)] = Source(get_gradient_edge(x), x.shape, x.dtype, names, call, parents)
                 self._alive.append(x)
 
-    def _record_site(
-        self,
-        call: Call,
-        entry: rules.Entry | None,
-        outputs: tuple[Output, ...],
-        results: Sequence[Tensor],
-        data_nodes: tuple[frozenset[Node], ...],
-        random_state: RandomState | None,
-        broadcast_index: int | None,
-    ) -> None:
+    def _record_site(self, inputs: _Inputs, outputs: tuple[Output, ...], results: Sequence[Tensor]) -> None:
         first = results[outputs[0].position].detach()
-        cast_to = first.dtype if torch.is_autocast_enabled(first.device.type) else None
-        value = first.clone() if self._keep_values else None
         if self._observe is not None:
             self._observe(len(self.sites), first)
-        self.sites.append(Site(call, entry, outputs, data_nodes, cast_to, random_state, value, broadcast_index))
+        site = Site(
+            inputs.call,
+            inputs.entry,
+            outputs,
+            inputs.data_nodes,
+            cast_to=first.dtype if torch.is_autocast_enabled(first.device.type) else None,
+            random_state=inputs.random_state,
+            value=first.clone() if self._keep_values else None,
+            broadcast_index=None if inputs.has_data else self._num_broadcasts - 1,
+        )
+        self.sites.append(site)
         for x in results:  # data from now on, even if it was a source or a constant that the call overwrote
             self._sources.pop(id(x), None)
             self._forget_constant(x)
@@ -290,10 +306,10 @@ def _lasting_edge(x: Tensor, old: Collection[int] = ()) -> GradientEdge:
     return get_gradient_edge(x)
 
 
-def _depends(outputs: Iterable[Output], sources: Iterable[Source], data_nodes: Iterable[frozenset[Node]]) -> bool:
+def _depends(outputs: Iterable[Output], inputs: _Inputs) -> bool:
     """Return whether the gradient of the outputs reaches a source by another way than through the data."""
-    wanted = {source.edge.node for source in sources}
-    seen = set().union(*data_nodes)
+    wanted = {source.edge.node for source in inputs.call.sources.values()}
+    seen = set().union(*inputs.data_nodes)
     ahead = [output.edge.node for output in outputs]
     while ahead:
         node = ahead.pop()

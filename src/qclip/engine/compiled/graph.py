@@ -19,7 +19,7 @@ from qclip.engine import batch as batches
 from qclip.engine.capture import checks, faults
 from qclip.engine.capture.capture import Capture
 from qclip.engine.capture.checks import Evaluate
-from qclip.engine.capture.substitutes import Substitutes
+from qclip.engine.capture.overrides import Overrides
 from qclip.engine.compiled.rewrites import clip_early, free_layouts, is_random, use_recomputed
 from qclip.engine.driver import Engine, Run
 from qclip.engine.gradients import clipping
@@ -114,13 +114,13 @@ def trace(
         traced_batch = pytree.tree_unflatten(filled, structure)
         batch_size = len(is_counted)
         frozen = [x for x in constants.values() if not x.requires_grad]
-        substitutes = Substitutes()
+        overrides = Overrides()
         capture = Capture(
             parameters,
             [*frozen, *batches.shared_tensors(traced_batch, batch_size)],
             batch_size,
             not_broadcasts=run.capture.not_broadcasts,
-            substitutes=substitutes,
+            overrides=overrides,
         )
         start = RandomState.now(torch.device("cpu"))
         # The backward pass, too, sees the inputs as the model's tensors: a checkpointed block runs again in it.
@@ -133,7 +133,7 @@ def trace(
             _require_same_sites(capture.sites, batch_size, run)
             ends.append(len(_nodes()))
             backward_ends = lambda: ends.append(len(_nodes()))  # noqa: E731
-            with substitutes:
+            with overrides:
                 parts = collect(capture.sites, plan, losses, is_counted, parameters, after_backward=backward_ends)
         with as_a_step_runs(is_counted.device):
             prepare(parts, engine.costs, engine.groups.memory_phases())  # gradients are freed by `clip_early`

@@ -68,7 +68,7 @@ class Subject:
         return Traces.of(self.rerun, self.batch if batch is None else batch, self.batch_size, plans)
 
 
-class NotSpreading(Exception):
+class NotBroadcast(Exception):
     """Some calls that seemed to give rows to examples, and were captured as sites, do not."""
 
     def __init__(self, ordinals: frozenset[int]) -> None:
@@ -95,7 +95,7 @@ def prove(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subj
 
     Raises:
         Refusal: the evaluation cannot be proven; the message names the site and the remedy.
-        NotSpreading: some captured calls are not sites.
+        NotBroadcast: some captured calls are not sites.
     """
     try:
         with subject.perturbed():
@@ -114,7 +114,7 @@ def _plan(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subj
     layouts, has_gradient = _owners(trial, subject.batch_size)
     failed = [site.broadcast_index for site, admitted in zip(trial.capture.sites, layouts, strict=True) if not admitted]
     if any(ordinal is not None for ordinal in failed):
-        raise NotSpreading(frozenset(ordinal for ordinal in failed if ordinal is not None))
+        raise NotBroadcast(frozenset(ordinal for ordinal in failed if ordinal is not None))
     plans, reasons = _site_plans(trial, layouts)
     reasons = dict.fromkeys(unseen, "the loss depends on it in a way that no torch function shows") | reasons
     random, device = trial.random, trial.losses.device

@@ -1,9 +1,9 @@
-"""Substitutes: what a compiled step on a GPU computes in place of two torch functions, with the same result.
+"""Overrides: faster computations of two torch functions in a compiled step on a GPU, with the same results.
 
 - A large linear layer whose number of outputs is not a multiple of 8 becomes a slice of a wider layer, so that every
   product with its gradient is aligned.
 - Cross entropy over many classes is computed by kernels. They read the scores as the layer left them: without the
-  conversion to float32 that losses begin with, and before the slice of a wider layer.
+  conversion to float32 that most losses begin with, and without the slice of a wider layer.
 """
 
 import inspect
@@ -51,23 +51,23 @@ class _Origin(NamedTuple):
     """The scores that a tensor was made from, by conversions and moves that keep their values."""
 
     scores: Tensor
-    """Of the shape of the tensor, but for a dimension that may be longer: the columns at its end do not count."""
+    """In the shape of the tensor, but for one dimension that may be longer: its last columns are padding."""
     path: tuple[tuple[Tensor, int], ...]
-    """The tensors on the way and their versions, kept alive so that their ids stay theirs."""
+    """The tensors in between and their versions; kept alive so that their ids stay theirs."""
     is_log: bool
-    """Whether the tensor holds the logarithms of the softmax of the scores, over its last dimension."""
+    """Whether the tensor is the log-softmax of the scores over its last dimension."""
 
     @property
     def is_intact(self) -> bool:
-        """Whether nothing was written on the way, and no hook changes the gradient there."""
+        """Whether none of the tensors was written to, or has a hook that may change its gradient."""
         return all(x._version == version and not x._backward_hooks for x, version in self.path)
 
 
-class Substitutes(TorchFunctionMode):
-    """Runs torch functions, with substitutes for some of them, for one traced step.
+class Overrides(TorchFunctionMode):
+    """Runs the torch functions of one traced step, and overrides some of them.
 
-    A capture calls `run`. The backward pass enters the mode, so that a checkpointed block computes there what it
-    computed in the forward pass.
+    A capture calls `run`. The backward pass enters the mode instead, so that a checkpointed block computes there what
+    it computed in the forward pass.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,16 @@ class Substitutes(TorchFunctionMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a torch function, or its substitute."""
+        """Call a torch function, or its override.
+
+        Args:
+            function: The torch function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What the function returns, up to rounding.
+        """
         if any(_is_wrapped(x) for x in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         if function is F.linear and is_ragged(*args, **kwargs) and _is_trained(*args[1:], *kwargs.values()):
@@ -110,27 +119,27 @@ class Substitutes(TorchFunctionMode):
         bound = _LOSSES[function].bind(*args, **kwargs)
         bound.apply_defaults()
         options = bound.arguments
-        given, target, ignored = options["input"], options["target"], options["ignore_index"]
-        if not _is_supported(given, target, options) or not has_many_classes(given):
+        logits, target, ignored = options["input"], options["target"], options["ignore_index"]
+        if not _is_supported(logits, target, options) or not has_many_classes(logits):
             return None
-        scores = self._scores(given, of_logarithms=function is F.nll_loss)
+        scores = self._scores(logits, of_logarithms=function is F.nll_loss)
         if scores is None:
             return None
         rows = scores.movedim(1, -1).flatten(0, -2)  # [R, W]
         smoothing = options.get("label_smoothing", 0.0)
-        losses, _ = cross_entropy(rows, target.flatten(), ignored, smoothing, given.shape[1])
-        losses = losses.to(torch.float32 if torch.is_autocast_enabled(given.device.type) else given.dtype)
+        losses, _ = cross_entropy(rows, target.flatten(), ignored, smoothing, logits.shape[1])
+        losses = losses.to(torch.float32 if torch.is_autocast_enabled(logits.device.type) else logits.dtype)
         if options["reduction"] == "none":
             return losses.view(target.shape)
         total = losses.sum()
         return total if options["reduction"] == "sum" else total / (target != ignored).sum()
 
-    def _scores(self, given: Tensor, *, of_logarithms: bool) -> Tensor | None:
+    def _scores(self, logits: Tensor, *, of_logarithms: bool) -> Tensor | None:
         """Return the scores behind the first argument of a loss; None for logarithms that are not of a softmax."""
-        origin = self._origin(given)
+        origin = self._origin(logits)
         if of_logarithms:
-            return origin.scores if origin is not None and origin.is_log and given.dim() == 2 else None
-        return origin.scores if origin is not None and not origin.is_log else given
+            return origin.scores if origin is not None and origin.is_log and logits.dim() == 2 else None
+        return origin.scores if origin is not None and not origin.is_log else logits
 
     def _follow(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
@@ -157,7 +166,7 @@ class Substitutes(TorchFunctionMode):
     def _remember(self, x: Tensor, origin: _Origin) -> None:
         """Remember the origin of a tensor, unless the gradient of one does not reach the other (under no_grad)."""
         if x.requires_grad == origin.scores.requires_grad:
-            added = ((each, each._version) for each in (x, origin.scores))
+            added = ((tensor, tensor._version) for tensor in (x, origin.scores))
             self._origins[id(x)] = origin._replace(path=(*origin.path, *added))
 
 
