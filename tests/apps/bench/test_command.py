@@ -1,11 +1,10 @@
-"""``qclip bench``: the table, the JSON, the figure."""
+"""``qclip bench``: the table and the JSON."""
 
 import json
 
 import pytest
 
-from qclip.apps.bench import comparison, growth
-from qclip.apps.bench.growth import Shape, Sweep
+from qclip.apps.bench import comparison
 from qclip.apps.cli import main
 
 KEYS = {
@@ -43,28 +42,13 @@ def test_failures_are_shown_and_kept_out_of_the_json(tiny, capsys, monkeypatch):
     assert "no row for tiny, plain" in captured.err
 
 
-def test_growth(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    sweep = Sweep(Shape(batch=2, layers=1, width=8, positions=4), {"batch": (2, 4)})
-    monkeypatch.setitem(growth.SWEEPS, "cpu", sweep)
-    path = tmp_path / "growth.png"
-    assert main(["bench", "--growth", "--rounds", "1", "--out", str(path)]) == 0
-    assert "exponent" in capsys.readouterr().out
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert main(["bench", "--growth", "--rounds", "1", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [set(row) for row in rows] == [{"factor", "value", "mode", "ms"}] * 4
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--case", "tiney"], "case = 'tiney' must be one of"),
-        (["--growth", "--large"], "exclude each other"),
-        (["--out", "x.png"], "only --growth draws a figure"),
-        (["--large"], "device = 'cpu' must be cuda"),
+        (["--mode", "plane"], "mode = 'plane' must be one of"),
     ],
-    ids=["case", "two tasks", "out", "large on a CPU"],
+    ids=["case", "mode"],
 )
 def test_refusals(arguments, message, capsys):
     assert main(["bench", *arguments]) == 2

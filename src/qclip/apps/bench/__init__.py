@@ -1,1 +1,1 @@
-"""Benchmarks of one training step in every mode, its growth, whole loops, and the largest models that fit."""
+"""Benchmarks of one training step in every mode, and of whole loops."""

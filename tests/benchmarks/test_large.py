@@ -1,10 +1,15 @@
 """Large models: the search for the largest batch, and recomputed blocks."""
 
+from functools import partial
+
 import pytest
 import torch
+from torch import nn
 
-from qclip.apps.bench import large, modes
-from qclip.apps.bench.large import Attempt, Search
+import large
+from large import Attempt, Search
+from qclip.apps.bench import modes
+from qclip.apps.bench.cases import BenchCase
 from qclip.apps.bench.models import gpt2
 from qclip.apps.bench.precision import PRECISIONS
 
@@ -42,7 +47,8 @@ def test_no_attempt_after_the_deadline():
     assert large.largest_batch(lambda batch: pytest.fail("begun"), 100, deadline=0.0) == Search(None, "time")
 
 
-def test_out_of_memory_is_no_fit_and_other_errors_are_raised(tiny, monkeypatch):
+def test_out_of_memory_is_no_fit_and_other_errors_are_raised(monkeypatch):
+    tiny = BenchCase("tiny", partial(nn.Linear, 3, 2), shape=(3,), classes=2, batch=4)
     arguments = (tiny, "plain", PRECISIONS["float32"], torch.device("cpu"))
     assert large.try_batch(*arguments).batch == 4
 

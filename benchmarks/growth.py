@@ -1,5 +1,7 @@
 """The growth of a step's time with batch, depth, width and length, for a small transformer.
 
+    python benchmarks/growth.py [--device cuda --dtype bfloat16] [--out docs/figures/growth.png]
+
 One factor at a time is changed; the others stay at the base. The exponent is the slope of a least-squares line
 through the points on logarithmic axes: 1 where time is proportional to the factor.
 """
@@ -7,11 +9,14 @@ through the points on logarithmic axes: 1 where time is proportional to the fact
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import tyro
+from rich.console import Console
 
 from qclip import _validate as check
 from qclip.apps.bench import measure
@@ -21,6 +26,7 @@ from qclip.apps.bench.measure import Say, silent
 from qclip.apps.bench.modes import MODES
 from qclip.apps.bench.precision import Precision, precision_named
 from qclip.apps.bench.workload import Step, workload
+from qclip.apps.cli.bench import Output, show
 from qclip.apps.data.models import CausalTransformer
 
 if TYPE_CHECKING:
@@ -190,3 +196,45 @@ def figure(growth: Growth) -> "Figure":
         ax.set_ylim(0.8 * min(times), 1.5 * max(times))  # one scale for all, with space for the legend
         label(ax, factor, "ms per step" if ax is axes[0] else "")
     return drawn
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure how the time of a step grows with batch, depth, width and length."""
+
+    device: str = "cpu"
+    """Device to run on: cpu, cuda or cuda:1."""
+    dtype: str = "float32"
+    """float32, tf32, bfloat16 or autocast."""
+    mode: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A mode to run (repeat it for several); the plain and the private step when left out, compiled on a GPU."""
+    rounds: int = 5
+    """Rounds in which the modes take turns; the median counts."""
+    out: Path | None = None
+    """File for the figure."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def measure(self, say: Say) -> Output:
+        """Measure, draw the figure, and return the table."""
+        growth = measure_growth(self.device, dtype=self.dtype, modes=self.mode, rounds=self.rounds, say=say)
+        if self.out is not None:
+            from qclip.apps.report.style import save
+
+            save(figure(growth), self.out)
+        cells = []
+        for (factor, mode), exponent in growth.exponents.items():
+            values, times = growth.line(factor, mode)
+            shown = " ".join(map(str, values)), " ".join(f"{ms:.1f}" for ms in times)
+            cells.append((factor, mode, *shown, f"{exponent:.2f}"))
+        return Output(growth.rows, ("factor", "mode", "values", "ms", "exponent"), cells)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    options = tyro.cli(Options, args=arguments)
+    show(Console(), options.measure, options.device, options.dtype, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()

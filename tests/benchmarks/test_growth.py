@@ -1,11 +1,12 @@
 """Growth: rows, exponents and the figure."""
 
 import itertools
+import json
 
 import pytest
 
-from qclip.apps.bench import growth
-from qclip.apps.bench.growth import Growth, GrowthRow, Shape, Sweep
+import growth
+from growth import Growth, GrowthRow, Shape, Sweep
 
 SWEEP = Sweep(Shape(batch=2, layers=1, width=8, positions=4), {"batch": (2, 4), "layers": (1, 2)})
 
@@ -56,3 +57,16 @@ def test_figure():
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="mode = 'fast' must be one of"):
         growth.measure_growth(modes=["fast"])
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    sweep = Sweep(Shape(batch=2, layers=1, width=8, positions=4), {"batch": (2, 4)})
+    monkeypatch.setitem(growth.SWEEPS, "cpu", sweep)
+    path = tmp_path / "growth.png"
+    growth.main(["--rounds", "1", "--out", str(path)])
+    assert "exponent" in capsys.readouterr().out
+    assert path.read_bytes().startswith(b"\x89PNG")
+    growth.main(["--rounds", "1", "--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [set(row) for row in rows] == [{"factor", "value", "mode", "ms"}] * 4

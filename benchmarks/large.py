@@ -1,4 +1,7 @@
-"""The largest batch of a large model that fits a GPU, with activation checkpointing, and its speed."""
+"""The largest batch of a large model that fits a GPU, with activation checkpointing, and its speed.
+
+python benchmarks/large.py [--device cuda --budget 300]
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,6 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import tyro
+from rich.console import Console
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +23,7 @@ from qclip.apps.bench.measure import Say, silent
 from qclip.apps.bench.modes import MODES
 from qclip.apps.bench.precision import Precision, precision_named
 from qclip.apps.bench.workload import workload
+from qclip.apps.cli.bench import Output, show
 
 LARGE_MODES = ("compiled", "qclip compiled", "qclip per-layer compiled")
 
@@ -192,3 +198,44 @@ def try_batch(case: BenchCase, mode: str, precision: Precision, device: torch.de
 
 def _out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+
+@dataclass(frozen=True)
+class Options:
+    """Find the largest batch of a large model that fits a GPU, and its speed."""
+
+    device: str = "cuda"
+    """Device to run on: cuda or cuda:1."""
+    dtype: str = "bfloat16"
+    """float32, tf32, bfloat16 or autocast."""
+    case: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A case to run (repeat it for several); the first when left out."""
+    mode: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A mode to run (repeat it for several)."""
+    budget: float = 300.0
+    """Approximate time in seconds."""
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    def measure(self, say: Say) -> Output:
+        """Measure, and return the table."""
+        rows = measure_large(
+            self.device, dtype=self.dtype, cases=self.case, modes=self.mode, budget_seconds=self.budget, say=say
+        )
+        cells = [
+            (row.case, row.mode, str(row.batch), f"{row.examples_per_second:.1f}",
+             f"{row.reserved_bytes / 2**30:.1f}", row.limit)
+            for row in rows
+        ]  # fmt: skip
+        header = ("case", "mode", "largest batch", "examples/s", "reserved GiB", "ended by")
+        return Output(rows, header, cells)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run from the command line."""
+    options = tyro.cli(Options, args=arguments)
+    show(Console(), options.measure, options.device, options.dtype, as_json=options.json)
+
+
+if __name__ == "__main__":
+    main()
