@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from engine.cases import Net
 from engine.compare import distance
 from engine.driven import Pair, as_traced
 from gpu.device import DEVICE, ON_GPU, cuda_only
@@ -315,4 +317,24 @@ def test_cross_entropy_over_many_classes(name, autocast, monkeypatch):
     assert not any("log_softmax" in operation for operation in operations)
     torch.testing.assert_close(found.norms, expected.norms, rtol=0.05, atol=1e-6)
     torch.testing.assert_close(found.losses, expected.losses, rtol=0.05, atol=1e-6)
+    assert distance(found, expected) <= 0.05 * float(expected.norms.clamp(max=0.5).sum())
+
+
+def test_a_checkpointed_head_of_many_classes(monkeypatch):
+    """A GPU's backward pass runs in a thread of its own; the head is computed there as it was before."""
+    if not ON_GPU:
+        monkeypatch.setattr(overrides, "has_many_classes", lambda scores: True)
+    torch.manual_seed(0)
+    body, head = nn.Sequential(nn.Linear(20, 64), nn.GELU()), nn.Linear(64, CLASSES)
+    model = Net(lambda n, x, y: checkpoint(losses, n, x, y, use_reentrant=False), body=body, head=head)
+
+    def losses(n, x, y):
+        scores = n.head(n.body(x)).float()
+        return F.cross_entropy(scores.mT, y, reduction="none").mean(1)
+
+    x, y = random(SLOTS, LENGTH, 20, dtype=torch.bfloat16), random(SLOTS, LENGTH, high=CLASSES)
+    pair = Pair(model.to(DEVICE, torch.bfloat16), lambda outputs, targets: outputs)
+    found, expected = pair.compiled((x, y), y, 0.5), pair.expected((x, y), y, 0.5)
+    assert all(isinstance(step, Step) for step in pair.driver._steps.values())
+    torch.testing.assert_close(found.norms, expected.norms, rtol=0.05, atol=1e-6)
     assert distance(found, expected) <= 0.05 * float(expected.norms.clamp(max=0.5).sum())
