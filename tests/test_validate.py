@@ -120,7 +120,9 @@ def test_sequence_is_one_dimensional_and_of_double_precision(values, expected):
 
 @pytest.mark.parametrize("values", [[], np.zeros((2, 2)), np.zeros((1, 0))])
 def test_sequence_refuses_other_shapes_by_naming_them(values):
-    with pytest.raises(ValueError, match=r"^p = 'array of shape \(.*\)' must be a number or a non-empty 1-D sequence"):
+    with pytest.raises(
+        ValueError, match=r"^p has shape \(.*\) instead of that of a number or a non-empty 1-D sequence"
+    ):
         check.sequence("p", values, low=0, high=1, remedy="a remedy")
 
 

@@ -36,6 +36,15 @@ def refuse(name: str, value: object, bound: str, remedy: str) -> Refusal:
     return Refusal(f"{name} = {value!r} must be {bound}; {remedy}")
 
 
+def refuse_shape(name: str, shape: tuple[int, ...], bound: str, remedy: str) -> Refusal:
+    """Return the error of an array of the wrong shape, to be raised by the caller.
+
+    >>> refuse_shape("x0", (3,), "[2]", "give one start")
+    Refusal('x0 has shape (3,) instead of [2]; give one start')
+    """
+    return Refusal(f"{name} has shape {shape} instead of {bound}; {remedy}")
+
+
 def renamed(old: str, value: Any, new: str) -> Any:
     """Return the value of an argument that was given by its old name, and warn that the name will go."""
     warnings.warn(f"{old}= is now called {new}=; the old name goes with version 1.0", FutureWarning, stacklevel=3)
@@ -133,7 +142,7 @@ def sequence(
     except (TypeError, ValueError):
         raise refuse(name, values, "a number or a sequence of numbers", remedy) from None
     if array.ndim != 1 or array.size == 0:
-        raise refuse(name, f"array of shape {array.shape}", "a number or a non-empty 1-D sequence", remedy)
+        raise refuse_shape(name, array.shape, "that of a number or a non-empty 1-D sequence", remedy)
     bad = ~(((array >= low) if closed else (array > low)) & (array < high))  # a NaN is bad too
     if whole:
         bad |= array != np.round(array)

@@ -192,5 +192,5 @@ def values(schedule: Schedule | float | Sequence[float] | Floats, steps: int) ->
         return np.full(steps, float(given))
     if given.shape != (steps,):
         remedy = "give one value per step, a number, or a function of the step"
-        raise check.refuse("schedule", f"array of shape {given.shape}", f"[{steps}]", remedy)
+        raise check.refuse_shape("schedule", given.shape, f"[{steps}]", remedy)
     return given

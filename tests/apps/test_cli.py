@@ -204,10 +204,10 @@ def test_plan_for_a_target_with_noise_counts_its_steps(capsys):
         (("--q", "1.5", "--steps", "10"), "--q was given without --L"),
         ((*PRIVATE[1:], "--noise-multiplier", "1", "--target", "0.1"), "--target was given without --L"),
         ((*PRIVATE[1:], "--noise-multiplier", "1", "--epsilon", "2"), "--noise-multiplier = 1.0 must be left out"),
-        ((*PRIVATE[1:], "--noise-multiplier", "1", "--epochs", "2"), "epochs, steps = (2, 10)"),
+        ((*PRIVATE[1:], "--noise-multiplier", "1", "--epochs", "2"), "epochs = 2 and steps = 10"),
         (PRIVATE[1:], "--examples = 200 must be left out without --epsilon"),
         (("--examples", "200", "--steps", "5", "--epsilon", "2"), "--examples was given without --batch-size"),
-        (("--examples", "200", "--batch-size", "10", "--epsilon", "2"), "epochs, steps = (None, None)"),
+        (("--examples", "200", "--batch-size", "10", "--epsilon", "2"), "epochs = None and steps = None"),
         (
             ("--examples", "200", "--batch-size", "10.5", "--epsilon", "2", "--steps", "3"),
             "--batch-size = 10.5 must be",

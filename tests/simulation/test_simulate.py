@@ -387,7 +387,7 @@ def test_logistic_runs_approach_the_minimum(sampling):
 )
 def test_bad_arguments_are_named(change, name):
     arguments: dict[str, Any] = {"step_size": 0.1, "steps": 5, "x0": [1.0, 1.0], "seeds": 2, **change}
-    with pytest.raises(ValueError, match=rf"^{name}(\[0\])? = "):
+    with pytest.raises(ValueError, match=rf"^{name}(\[0\])? (= |has )"):
         simulate(QUIET, **arguments)
 
 
@@ -411,5 +411,5 @@ def test_a_run_says_which_loop_it_took_and_takes_values_per_step():
     )
     assert (compiled.loop, plain.loop) == ("compiled", "numpy")
     assert compiled.final == pytest.approx(plain.final, rel=1e-4)
-    with pytest.raises(ValueError, match=r"array of shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"has shape \(3,\) instead of"):
         simulate(NOISY_QUADRATIC, step_size=[0.1] * 3, p=0.5, steps=5, x0=[1.0], seeds=2)

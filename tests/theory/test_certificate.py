@@ -169,7 +169,7 @@ def test_more_confidence_costs_more():
         ({"taus": [1.0, 0.0]}, "taus = 0.0 must be finite and > 0 at every step; check the record"),
         ({"taus": [1.0, math.nan]}, "taus = nan must be finite and > 0"),
         ({"taus": [1.0, math.inf]}, "taus = inf must be finite and > 0"),
-        ({"taus": 1.0}, r"taus = 'array of shape \(\)' must be \[steps\] or \[steps, groups\]; record each step"),
+        ({"taus": 1.0}, r"taus has shape \(\) instead of \[steps\] or \[steps, groups\]; record each step"),
         ({"clipped_fractions": [0.1, math.nan]}, "clipped_fractions has NaN or infinite entries"),
         ({"clipped_fractions": [0.1, 1.0]}, r"lowest unclipped fraction .* must be in \(0, 1\]; pass p_lo"),
         ({"fraction_std": 0.5}, r"lowest unclipped fraction .* must be in \(0, 1\]; .*record less noisy fractions"),

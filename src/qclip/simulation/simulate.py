@@ -122,7 +122,7 @@ def simulate(
     start = problem.point(x0, "x0")
     if start.ndim > 2 or start.shape[:-1] not in ((), (1,), (seeds,)):
         bound = f"[{problem.dim}] or [{seeds}, {problem.dim}]"
-        raise check.refuse("x0", f"array of shape {start.shape}", bound, "give one start, or one per seed")
+        raise check.refuse_shape("x0", start.shape, bound, "give one start, or one per seed")
     start = np.broadcast_to(start, (seeds, problem.dim)).copy()
     setup = _resolve(problem, step_size, steps, p, tau, batch_size, noise_multiplier, sampling)
     marks = _marks(record, steps)

@@ -108,7 +108,7 @@ def _matrix(name: str, values: ArrayLike) -> Floats:
     array = np.asarray(values, dtype=np.float64)
     array = array[:, None] if array.ndim == 1 else array
     if array.ndim != 2 or array.size == 0:
-        raise check.refuse(name, f"array of shape {np.shape(values)}", "[steps] or [steps, groups]", "record each step")
+        raise check.refuse_shape(name, np.shape(values), "[steps] or [steps, groups]", "record each step")
     return array
 
 
@@ -118,7 +118,7 @@ def _margins(gamma: Floats, std: ArrayLike, steps: int, groups: int, confidence:
     std = np.asarray(std, dtype=np.float64)
     if std.ndim > 1 or std.size not in (1, steps):
         remedy = "give one for all steps, or one per step (the largest of its groups')"
-        raise check.refuse("fraction_std", f"array of shape {std.shape}", f"a number or [{steps}]", remedy)
+        raise check.refuse_shape("fraction_std", std.shape, f"[] or [{steps}]", remedy)
     std = np.broadcast_to(std, steps)
     if not (std >= 0).all():
         raise check.refuse("fraction_std", float(np.min(std)), ">= 0", "it is a standard deviation")

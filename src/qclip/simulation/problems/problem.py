@@ -75,11 +75,9 @@ class Problem(ABC):
         if x.ndim == 0 and self.dim == 1:
             x = x[None]
         if x.ndim == 0 or x.shape[-1] != self.dim:
-            raise check.refuse(
-                name, f"array of shape {x.shape}", f"[..., {self.dim}]", "the last axis is the parameter"
-            )
+            raise check.refuse_shape(name, x.shape, f"[..., {self.dim}]", "the last axis holds the parameters")
         if not np.isfinite(x).all():
-            raise check.refuse(name, "an array with NaN or infinite entries", "finite", "check its source")
+            raise check.Refusal(f"{name} has NaN or infinite entries; check its source")
         return x
 
     def assumptions(self, x0: Any, q: float = 2.0) -> Assumptions:
