@@ -73,4 +73,13 @@ def test_old_names_of_arguments_work_with_a_warning(old, new, value):
     assert caught[0].filename == __file__
     by_new = training(**{new: value}, seed=0)
     assert by_old.state_dict()["rescale_to_unit_norm"] == by_new.state_dict()["rescale_to_unit_norm"]
-    assert by_old._engine.data_independent == by_new._engine.data_independent
+    assert by_old._engine.data_independent_buffers == by_new._engine.data_independent_buffers
+
+
+def test_the_old_name_of_an_argument_of_the_engine_works_too():
+    model = nn.Linear(2, 2)
+    batch = torch.randn(4, 2), torch.zeros(4, 2)
+    with pytest.warns(FutureWarning, match="data_independent= is now called data_independent_buffers="):
+        old = qclip.clipped_gradients(model, squared, *batch, 1.0, data_independent=["calls"])
+    new = qclip.clipped_gradients(model, squared, *batch, 1.0, data_independent_buffers=["calls"])
+    assert torch.equal(old.sums["weight"], new.sums["weight"])

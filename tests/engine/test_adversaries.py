@@ -360,7 +360,7 @@ def test_a_counter_declared_data_independent_counts_once():
 
     model = Net(forward, one=nn.Linear(D, P), steps=nn.Buffer(torch.zeros(())))
     for k in range(3):
-        clipped_gradients(model, squared, torch.randn(B, D), torch.randn(B), 1.0, data_independent=["steps"])
+        clipped_gradients(model, squared, torch.randn(B, D), torch.randn(B), 1.0, data_independent_buffers=["steps"])
         assert model.steps == k + 1
 
 

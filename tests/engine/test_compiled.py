@@ -492,7 +492,7 @@ def test_buffers_move_as_in_the_eager_step(traced):
         return nn.Sequential(parametrizations.spectral_norm(nn.Linear(D, 8)), nn.Tanh(), nn.Linear(8, P))
 
     patterns = ["*._u", "*._v"]
-    mine, theirs = Pair(build(), data_independent=patterns), Pair(build(), data_independent=patterns)
+    mine, theirs = Pair(build(), data_independent_buffers=patterns), Pair(build(), data_independent_buffers=patterns)
     for seed in range(3):
         data = batch(B, D, seed=seed)
         with pytest.warns(UserWarning, match="declared buffers move") if seed == 0 else nullcontext():

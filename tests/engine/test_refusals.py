@@ -293,7 +293,9 @@ def test_running_statistics(make, shape, remedy, declared):
     """The refusal names the layer and what to use instead; no declaration makes its statistics independent of data."""
     norm = make()
     model = Net(lambda n, x: n.one(n.norm(x).flatten(1)), norm=norm, one=nn.Linear(math.prod(shape), P))
-    message = refuse(model, f"'norm' ({type(norm).__name__})", remedy, x=inputs(*shape), data_independent=declared)
+    message = refuse(
+        model, f"'norm' ({type(norm).__name__})", remedy, x=inputs(*shape), data_independent_buffers=declared
+    )
     assert "data_independent" not in message
     assert "num_batches_tracked" not in message
 
@@ -369,7 +371,9 @@ def test_embedding_with_max_norm(kind, tied, declared):
     model = Net(lambda n, x: n.head(n.table(x)), head=nn.Linear(D, V), table=kind(V, D, max_norm=0.1))
     if tied:
         model.head.weight = model.table.weight
-    message = refuse(model, f"'table' ({kind.__name__})", "max_norm=None", x=ids(B, 3), data_independent=declared)
+    message = refuse(
+        model, f"'table' ({kind.__name__})", "max_norm=None", x=ids(B, 3), data_independent_buffers=declared
+    )
     assert "data_independent" not in message
 
 
@@ -384,7 +388,7 @@ def counting(forward=None):
 
 
 def test_buffer_written_in_place():
-    refuse(counting(), "'calls' (Net) changed in the forward pass", "data_independent=['calls']")
+    refuse(counting(), "'calls' (Net) changed in the forward pass", "data_independent_buffers=['calls']")
 
 
 def test_buffer_assigned():
@@ -415,7 +419,7 @@ def test_parameter_written_in_place():
 
 @pytest.mark.parametrize("pattern", ["calls", "c*"])
 def test_declared_data_independent(pattern):
-    accept(counting(), inputs(), data_independent=[pattern])
+    accept(counting(), inputs(), data_independent_buffers=[pattern])
 
 
 def test_declaring_one_buffer_says_nothing_about_another():
@@ -426,25 +430,25 @@ def test_declaring_one_buffer_says_nothing_about_another():
 
     model = counting(forward)
     model.mean = nn.Buffer(torch.zeros(()))
-    refuse(model, "'mean' (Net)", data_independent=["calls"])
+    refuse(model, "'mean' (Net)", data_independent_buffers=["calls"])
 
 
 def test_a_declared_buffer_moves_once_for_each_call():
     """The proof's own forward passes do not count."""
     model, x, targets = counting(), inputs(), torch.randn(B)
     for step in range(3):
-        clipped_gradients(model, squared, x, targets, 1.0, data_independent=["calls"])
+        clipped_gradients(model, squared, x, targets, 1.0, data_independent_buffers=["calls"])
         assert model.calls == step + 1
 
 
 def test_spectral_norm():
     model = parametrizations.spectral_norm(nn.Linear(D, P))
-    refuse(model, "'parametrizations.weight.0._u' (_SpectralNorm)", "data_independent=")
+    refuse(model, "'parametrizations.weight.0._u' (_SpectralNorm)", "data_independent_buffers=")
 
 
 def test_spectral_norm_declared():
     model = nn.Sequential(parametrizations.spectral_norm(nn.Linear(D, P)), nn.Tanh(), nn.Linear(P, 2))
-    accept(model, inputs(), shared_forward=True, data_independent=["*._u", "*._v"])
+    accept(model, inputs(), shared_forward=True, data_independent_buffers=["*._u", "*._v"])
 
 
 # Paths that are not seen

@@ -26,7 +26,7 @@ def size(batch: Any, mask: Tensor | None = None) -> int:
     only if there is nothing else.
 
     Raises:
-        Refusal: the mask is not as long as any tensor, or the batch has no tensor with a dimension.
+        Refusal: The mask is not as long as any tensor, or the batch has no tensor with a dimension.
     """
     lengths = [leaf.shape[0] for leaf in tensor_leaves(batch) if leaf.dim()]
     if mask is not None:

@@ -65,8 +65,8 @@ class Engine:
         model: The model to train; compiled models are unwrapped.
         criterion: A loss module. Its buffers are watched like those of the model.
         groups: Which parameters are clipped together.
-        data_independent: Glob patterns of buffers that may change in a forward pass because the change does not depend
-            on the data, such as the power iteration of a spectral norm.
+        data_independent_buffers: Glob patterns of buffers that may change in a forward pass because the change does not
+            depend on the data, such as the power iteration of a spectral norm.
         costs: How norms are computed, and how much memory a step may use.
         plans: A store of plans to share with other engines of the same model and loss.
 
@@ -80,7 +80,7 @@ class Engine:
         *,
         criterion: nn.Module | None = None,
         groups: GroupSpec = "flat",
-        data_independent: Sequence[str] = (),
+        data_independent_buffers: Sequence[str] = (),
         costs: CostModel | None = None,
         plans: Plans | None = None,
     ) -> None:
@@ -89,7 +89,7 @@ class Engine:
         self.criterion = criterion
         self.parameters = checks.trainable(self.model)
         self.groups = partition(self.parameters, groups)
-        self.data_independent = tuple(data_independent)
+        self.data_independent_buffers = tuple(data_independent_buffers)
         self.costs = costs or CostModel()
         self._plans: Plans = {} if plans is None else plans
         self._not_broadcasts: dict[int, frozenset[int]] = {}  # by batch size
@@ -209,7 +209,7 @@ class Engine:
             return loss(find(watched.again(self.model, args, kwargs)), others)
 
         run = watched.run
-        run.state.require_unmoved(self.model, self.criterion, self.data_independent)
+        run.state.require_unmoved(self.model, self.criterion, self.data_independent_buffers)
         checks.require_unchanged_inputs(run.capture.sites)
         run.losses = loss(outputs, targets)
         batch = ((watched.args, watched.kwargs), targets)
@@ -246,7 +246,7 @@ class Engine:
         with torch.enable_grad(), self.unwatched(), ExitStack() as stack:
             run.enter(stack)
             run.losses = evaluate(batch)
-        run.state.require_unmoved(self.model, self.criterion, self.data_independent)
+        run.state.require_unmoved(self.model, self.criterion, self.data_independent_buffers)
         if any(x._version != version for x, version in versions):
             raise Refusal(
                 "the model changes its input in place; let it make a new tensor (x = x - 1 instead of x -= 1)"
@@ -398,7 +398,9 @@ class Engine:
     def _proven(self, run: "Run", evaluate: Evaluate, batch: Any) -> Plan:
         self.proofs += 1
         prover = Prover(self, run, evaluate, batch)
-        buffers = [(x, x.detach().clone()) for _, x in self.model.named_buffers()] if self.data_independent else []
+        buffers = (
+            [(x, x.detach().clone()) for _, x in self.model.named_buffers()] if self.data_independent_buffers else []
+        )
         try:
             plan = deterministically(self.device, prover.prove)
             self.proven = evaluate, batch

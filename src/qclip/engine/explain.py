@@ -64,15 +64,15 @@ def explain(
     1.weight   1      vmap of the function  torch.nn.functional.prelu
 
     Args:
-        model: the model.
-        batch: its inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments.
+        model: The model.
+        batch: Its inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments.
         loss: ``loss(outputs, targets)`` returns one value per example, [B]. Without it a function of the outputs
             stands in, and everything but the loss itself is explained.
-        targets: anything that ``loss`` takes.
-        costs: how to choose between Gram matrices, direct and kept gradients.
+        targets: Anything that ``loss`` takes.
+        costs: How to choose between Gram matrices, direct and kept gradients.
 
     Raises:
-        Refusal: the engine would refuse the model.
+        Refusal: The engine would refuse the model.
     """
     engine = Engine(model, costs=costs)
     batch_size = batches.size_of_pair(batch, targets)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from qclip._validate import renamed
 from qclip.engine import batch as batches
 from qclip.engine.capture import checks
 from qclip.engine.driver import Engine, Plans, call
@@ -38,8 +39,9 @@ def clipped_gradients(
     *,
     groups: GroupSpec = "flat",
     mask: Tensor | None = None,
-    data_independent: Sequence[str] = (),
+    data_independent_buffers: Sequence[str] = (),
     costs: CostModel | None = None,
+    data_independent: Sequence[str] | None = None,
 ) -> ClippedGradients:
     """Return the sum over the batch of per-example gradients, each clipped, from one forward and one backward pass.
 
@@ -66,30 +68,33 @@ def clipped_gradients(
     - empty batch: zero sums.
 
     Args:
-        model: any module whose examples do not mix; a compiled one is unwrapped.
+        model: Any module whose examples do not mix; a compiled one is unwrapped.
         loss: ``loss(outputs, targets)`` returns one value per example, [B].
-        inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments. Tensors whose first dimension
+        inputs: A tensor, a tuple of positional arguments or a dict of keyword arguments. Tensors whose first dimension
             is not the batch are shared by all examples.
-        targets: anything that ``loss`` takes.
-        clip_norm: one clip norm, or one per group.
+        targets: Anything that ``loss`` takes.
+        clip_norm: One clip norm, or one per group.
         groups: ``"flat"``, ``"per-layer"`` or ``{name: patterns of parameter names}``. Each group is clipped by itself;
             ``l2_bound`` is the bound of all together.
         mask: [B]; examples where it is false contribute nothing.
-        data_independent: patterns of buffers whose changes in the forward pass do not depend on the data.
-        costs: how to choose between Gram matrices, direct and kept gradients.
+        data_independent_buffers: Patterns of buffers whose changes in the forward pass do not depend on the data.
+        costs: How to choose between Gram matrices, direct and kept gradients.
+        data_independent: The old name of ``data_independent_buffers``, accepted until 1.0.
 
     Returns:
         The clipped sums with norms, losses and bounds. All of it is raw: nothing is private before noise is added.
 
     Raises:
-        Refusal: the model, the loss or an argument is not supported; the message names it and the remedy.
+        Refusal: The model, the loss or an argument is not supported; the message names it and the remedy.
     """
+    if data_independent is not None:
+        data_independent_buffers = renamed("data_independent", data_independent, "data_independent_buffers")
     model = checks.unwrapped(model)
     engine = Engine(
         model,
         criterion=loss if isinstance(loss, nn.Module) else None,
         groups=groups,
-        data_independent=data_independent,
+        data_independent_buffers=data_independent_buffers,
         costs=costs,
         plans=_plans_of(model, loss),
     )

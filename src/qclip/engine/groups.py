@@ -74,12 +74,12 @@ def partition(parameters: Iterable[str], groups: GroupSpec) -> Groups:
     """Partition parameter names into groups.
 
     Args:
-        parameters: the names, in order.
+        parameters: The names, in order.
         groups: ``"flat"``, ``"per-layer"``, or glob patterns by group name. The first group with a matching pattern
             takes a parameter, so a last ``"*"`` collects the rest.
 
     Raises:
-        Refusal: a parameter has no group, or a group has no parameter.
+        Refusal: A parameter has no group, or a group has no parameter.
 
     >>> partition(["a.weight", "a.bias", "head.weight"], {"head": "head.*", "rest": "*"}).names
     ('head', 'rest')

@@ -44,14 +44,14 @@ def clipped_gradients(
     - ``shared_forward`` with a non-finite example: the others are not finite either, since 0 * NaN is NaN.
 
     Args:
-        model: the model.
+        model: The model.
         loss: ``loss(outputs, targets)`` returns one value per example, [B].
-        inputs: a tensor, a tuple of positional arguments or a dict of keyword arguments.
-        targets: anything that ``loss`` takes.
-        clip_norm: one clip norm, or one per group.
-        groups: as in `qclip.clipped_gradients`.
+        inputs: A tensor, a tuple of positional arguments or a dict of keyword arguments.
+        targets: Anything that ``loss`` takes.
+        clip_norm: One clip norm, or one per group.
+        groups: As in `qclip.clipped_gradients`.
         mask: [B]; examples where it is false contribute nothing.
-        shared_forward: run the batch through the model once, and differentiate each example's loss by itself: for
+        shared_forward: Run the batch through the model once, and differentiate each example's loss by itself: for
             models with dropout, whose masks are drawn for the whole batch.
     """
 
@@ -77,13 +77,13 @@ def clipped(
     """Return the clipped sum for a function from a batch to its losses.
 
     Args:
-        model: the model.
+        model: The model.
         evaluate: ``evaluate(batch)`` runs the model and returns one loss per example, [B].
-        batch: the batch.
-        clip_norm: as in `clipped_gradients`, like the arguments below.
-        groups: the groups of parameters.
+        batch: The batch.
+        clip_norm: As in `clipped_gradients`, like the arguments below.
+        groups: The groups of parameters.
         mask: [B].
-        shared_forward: run the batch through the model once.
+        shared_forward: Run the batch through the model once.
     """
     mask = batches.full_mask(batches.size(batch, mask), mask, _device(model))
     examples = per_example(model, evaluate, batch, mask=mask, shared_forward=shared_forward)
@@ -138,10 +138,10 @@ def clip(
     """Return the sum of these gradients, each clipped.
 
     Args:
-        model: the model, for its parameters.
-        examples: the raw gradients (`per_example`).
-        clip_norm: one clip norm, or one per group.
-        groups: the groups of parameters.
+        model: The model, for its parameters.
+        examples: The raw gradients (`per_example`).
+        clip_norm: One clip norm, or one per group.
+        groups: The groups of parameters.
         mask: [B]; examples where it is false add nothing.
     """
     parameters, device = _trainable(model), _device(model)

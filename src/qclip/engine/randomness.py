@@ -106,8 +106,8 @@ class SameDraws(TorchFunctionMode):
 
     Args:
         batch_size: B. Every dimension of this length is taken for the batch.
-        device: where the model draws.
-        drawn: the draws that an earlier pass recorded. They are replayed, and the generators stay where they are.
+        device: Where the model draws.
+        drawn: The draws that an earlier pass recorded. They are replayed, and the generators stay where they are.
     """
 
     def __init__(self, batch_size: int, device: torch.device, drawn: list[Tensor] | None = None) -> None:

@@ -48,12 +48,12 @@ class ClippedGradients:
         """Return a result from norms that are infinite where an example is masked or not finite.
 
         Args:
-            sums: the clipped sum of each parameter.
-            group_norms: the norms by group, [B, K].
-            clip_norms: the clip norm of each group.
-            losses: the loss of each example, [B].
-            mask: the examples that count, [B].
-            is_view: whether the next step overwrites the sums.
+            sums: The clipped sum of each parameter.
+            group_norms: The norms by group, [B, K].
+            clip_norms: The clip norm of each group.
+            losses: The loss of each example, [B].
+            mask: The examples that count, [B].
+            is_view: Whether the next step overwrites the sums.
         """
         group_norms = torch.where(mask[:, None], group_norms, 0)
         norms = torch.linalg.vector_norm(group_norms, dim=1)

@@ -138,7 +138,7 @@ def deterministically(device: torch.device, compute: Callable[[], T]) -> T:
     global, and another thread may need an operation that fails with it.
 
     Raises:
-        Refusal: the first one, if the second run refuses too or needs an operation without a deterministic kernel.
+        Refusal: The first one, if the second run refuses too or needs an operation without a deterministic kernel.
     """
     with without_tf32():
         if device.type != "cuda":

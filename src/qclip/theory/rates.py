@@ -38,7 +38,7 @@ def rates(q: float, form: Form = "sharp") -> Rates:
             hence the same exponents; "sharp" balances ``T^-theta + T^(theta-1+nu(1-2/q)) + T^(2nu(1-1/q))``.
 
     Raises:
-        Refusal: q or form is out of bounds.
+        Refusal: Q or form is out of bounds.
     """
     q = moment(q)
     if check.choice("form", form, FORMS) == "sharp":

@@ -152,7 +152,7 @@ def make_private(
         model,
         criterion=criterion if isinstance(criterion, nn.Module) and criterion is not model else None,
         groups=groups,
-        data_independent=data_independent_buffers,
+        data_independent_buffers=data_independent_buffers,
     )
     if compile is not False and compile is not True:
         check.choice("compile", compile, MODES)

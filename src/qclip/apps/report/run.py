@@ -37,7 +37,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
         out: File of the page; report.html in the folder when left out.
 
     Raises:
-        Refusal: metrics.jsonl or summary.json is missing or broken; the message names it.
+        Refusal: ``metrics.jsonl`` or summary.json is missing or broken; the message names it.
     """
     record = read(folder)
     path = RunFolder(Path(folder)).report_file if out is None else out

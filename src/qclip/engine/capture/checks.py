@@ -129,7 +129,7 @@ class State:
             raise Refusal(
                 f"{name!r} ({type(_owner(name, model, criterion)).__name__}) changed in the forward pass: that would "
                 "release what the data did to it without noise; use a layer that keeps nothing of the data, or, if the "
-                f"change does not depend on the data, declare it with data_independent=[{name!r}]"
+                f"change does not depend on the data, declare it with data_independent_buffers=[{name!r}]"
             )
 
 

@@ -125,7 +125,7 @@ class Compiled:
             The clipped sums, the norms and the losses.
         """
         engine = self.engine
-        if engine.data_independent:
+        if engine.data_independent_buffers:
             self.say("declared buffers move in the forward pass")
             return engine.clipped(evaluate, batch, clip_norm, mask=mask)
         if callable(clip_norm):

@@ -87,10 +87,10 @@ def group_norms(
     """Compute the norm of each group, over all contributions to its parameters.
 
     Args:
-        parts: the contributions by parameter.
-        bundles: the small gradients among them (`bundled`).
-        groups: the partition of the parameters.
-        parameters: the trainable parameters by name.
+        parts: The contributions by parameter.
+        bundles: The small gradients among them (`bundled`).
+        groups: The partition of the parameters.
+        parameters: The trainable parameters by name.
         is_counted: [B].
     """
     squares: list[list[Squares]] = [[] for _ in groups.names]
@@ -157,9 +157,9 @@ def clip_factors(norms: Norms, clip_norms: Tensor, *, assume_finite: bool = Fals
     - empty batch: empty factors.
 
     Args:
-        norms: the norms of the batch.
+        norms: The norms of the batch.
         clip_norms: [K].
-        assume_finite: look at one group at a time, so that its sum need not wait for the norms of other groups. The
+        assume_finite: Look at one group at a time, so that its sum need not wait for the norms of other groups. The
             factors are valid only if all examples are finite.
 
     Returns:
@@ -186,11 +186,11 @@ def clipped_sums(
     """Return each parameter's sum over examples of gradient times factor.
 
     Args:
-        parts: the contributions by parameter.
-        bundles: the small gradients among them (`bundled`).
-        factors: the clip factors [B] of each group.
-        groups: the partition of the parameters.
-        parameters: the trainable parameters by name.
+        parts: The contributions by parameter.
+        bundles: The small gradients among them (`bundled`).
+        factors: The clip factors [B] of each group.
+        groups: The partition of the parameters.
+        parameters: The trainable parameters by name.
         mask: [B]; other examples are left out, even if they hold NaN. Without a mask all examples must be finite.
     """
     sums: dict[str, Tensor] = {}

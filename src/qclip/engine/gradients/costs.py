@@ -33,13 +33,13 @@ class CostModel:
     """Chooses the cheapest method for each layer, within a memory budget for kept gradients.
 
     Args:
-        kept_bytes: the memory of the kept gradients of one step. By default a sixteenth of a GPU's memory, and 256 MiB
+        kept_bytes: The memory of the kept gradients of one step. By default a sixteenth of a GPU's memory, and 256 MiB
             elsewhere. A compiled step frees the gradients of one memory phase before the next, so each phase has all
             of it.
-        traffic: the number of multiplications that cost as much as writing one element to memory and reading it. By
+        traffic: The number of multiplications that cost as much as writing one element to memory and reading it. By
             default chosen for the device.
-        overhead: how much slower many small products are than one large one.
-        method: the method for every layer, instead of a choice.
+        overhead: How much slower many small products are than one large one.
+        method: The method for every layer, instead of a choice.
     """
 
     kept_bytes: int | None = None
@@ -51,8 +51,8 @@ class CostModel:
         """Return the cheapest method that fits the memory.
 
         Args:
-            form: the gradients.
-            available_bytes: the memory left for kept gradients.
+            form: The gradients.
+            available_bytes: The memory left for kept gradients.
         """
         if self.method is not None:
             return self.method

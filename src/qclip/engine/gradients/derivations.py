@@ -62,10 +62,10 @@ def to_parameters(
     """Carry the source's gradient to every parameter that it was computed from.
 
     Args:
-        source: the source.
-        grads: its gradient, or with ``batched`` one for each example, [B, *shape].
-        parameters: the trainable parameters by name.
-        batched: whether ``grads`` has a batch dimension.
+        source: The source.
+        grads: Its gradient, or with ``batched`` one for each example, [B, *shape].
+        parameters: The trainable parameters by name.
+        batched: Whether ``grads`` has a batch dimension.
     """
     names = sorted(source.parameters)
     parameter_grads = torch.autograd.grad(

@@ -43,10 +43,10 @@ def site_gradients(
     """Compute each source's per-example gradients by vmap of the site's vjp.
 
     Args:
-        site: the site.
-        layout: the layout of its examples.
-        grads: the gradients of its outputs.
-        carrying: the tensors that hold examples (`carriers`).
+        site: The site.
+        layout: The layout of its examples.
+        grads: The gradients of its outputs.
+        carrying: The tensors that hold examples (`carriers`).
         batch_size: B.
 
     Returns:
@@ -123,12 +123,12 @@ def whole_model_gradients(
     """Compute losses and per-example gradients by vmap over the whole evaluation.
 
     Args:
-        model: the model.
-        evaluate: runs the model on a batch and returns one loss per example.
-        batch: the batch.
+        model: The model.
+        evaluate: Runs the model on a batch and returns one loss per example.
+        batch: The batch.
         batch_size: B.
-        names: the parameters to differentiate.
-        state: the random numbers of the forward pass.
+        names: The parameters to differentiate.
+        state: The random numbers of the forward pass.
 
     Returns:
         The losses [B] and the gradients [B, *shape] by name.

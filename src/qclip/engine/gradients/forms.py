@@ -341,8 +341,8 @@ def joint_squared_norms(outer: Outer, table: Rows) -> Squares:
     """Return the squared norms of the sum of both, as for the tied weight of embedding and head.
 
     Args:
-        outer: outer products of a matrix (G = 1).
-        table: rows of the same matrix.
+        outer: Outer products of a matrix (G = 1).
+        table: Rows of the same matrix.
     """
     left, right = outer.left.squeeze(1), outer.right.squeeze(1)
     # The cross term: row s of the table meets position t of the product as left[t, id_s] (right[t] . grad_s).

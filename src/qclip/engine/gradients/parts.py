@@ -45,12 +45,12 @@ def collect(
     """Return each parameter's contributions, by one backward pass to the sites.
 
     Args:
-        sites: the sites of a captured forward pass.
-        plan: how each site is handled.
-        losses: the loss of each example, [B].
+        sites: The sites of a captured forward pass.
+        plan: How each site is handled.
+        losses: The loss of each example, [B].
         is_counted: [B]; other examples have zero gradients.
-        parameters: the trainable parameters by name.
-        after_backward: called between the backward pass and the computation of the forms.
+        parameters: The trainable parameters by name.
+        after_backward: Called between the backward pass and the computation of the forms.
     """
     planned = [(site, how) for site, how in zip(sites, plan.sites, strict=True) if how is not None]
     site_grads = output_gradients(
@@ -116,9 +116,9 @@ def prepare(parts: Parts, costs: CostModel, memory_phases: Mapping[str, int] | N
     """Choose a method for each sum of outer products; gradients to be kept are formed here, once.
 
     Args:
-        parts: the contributions, which are changed in place.
-        costs: the cost model.
-        memory_phases: the phase of each parameter. Each phase gets the whole budget: its gradients are freed before
+        parts: The contributions, which are changed in place.
+        costs: The cost model.
+        memory_phases: The phase of each parameter. Each phase gets the whole budget: its gradients are freed before
             the next phase starts.
     """
     available: dict[int, int] = {}

@@ -53,9 +53,9 @@ def gradient_forms(site: Site, plan: SitePlan, grads: Sequence[Tensor], batch_si
     """Return each source's per-example gradient at this site, by the id of the source's tensor in the call.
 
     Args:
-        site: the site.
-        plan: how its gradients are computed.
-        grads: the gradients of its outputs.
+        site: The site.
+        plan: How its gradients are computed.
+        grads: The gradients of its outputs.
         batch_size: B.
     """
     if plan.by_rule:
@@ -104,9 +104,9 @@ def plan_site(
     """Return a plan for each layout that fits, by the first strategy that does, and the reason if there is none.
 
     Args:
-        site: the site, with its value.
-        layouts: the layouts that the gradients admit.
-        grads: the gradients of its outputs; None for outputs that the loss does not depend on.
+        site: The site, with its value.
+        layouts: The layouts that the gradients admit.
+        grads: The gradients of its outputs; None for outputs that the loss does not depend on.
         batch_size: B.
     """
     if not layouts:

@@ -26,8 +26,8 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
     """Register a function as the torch operator ``qclip::name``: one opaque node of a traced graph.
 
     Args:
-        name: the operator's name.
-        fake: a function of the same arguments that returns empty tensors of the result's shapes and precisions.
+        name: The operator's name.
+        fake: A function of the same arguments that returns empty tensors of the result's shapes and precisions.
     """
 
     def register(function: Callable[..., Any]) -> Any:

@@ -40,9 +40,9 @@ def cross_entropy(
 
     Args:
         scores: [R, W].
-        target: the class of each row, [R].
-        ignored: the target of rows whose loss is 0.
-        smoothing: the label smoothing: the part of each target that is spread evenly over all classes.
+        target: The class of each row, [R].
+        ignored: The target of rows whose loss is 0.
+        smoothing: The label smoothing: the part of each target that is spread evenly over all classes.
         classes: C; None if all columns are classes.
 
     Returns:
@@ -71,11 +71,11 @@ def cross_entropy_gradients(
 
     Args:
         scores: [R, W].
-        target: the class of each row, [R].
-        upstream: the gradient of each loss, [R].
-        sums: the second result of `cross_entropy`, [2, R].
-        ignored: the target of rows whose gradient is 0.
-        smoothing: the label smoothing.
+        target: The class of each row, [R].
+        upstream: The gradient of each loss, [R].
+        sums: The second result of `cross_entropy`, [2, R].
+        ignored: The target of rows whose gradient is 0.
+        smoothing: The label smoothing.
         classes: C; None if all columns are classes.
 
     Returns:

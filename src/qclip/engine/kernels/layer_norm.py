@@ -33,10 +33,10 @@ def layer_norm_sums(grads: Tensor, inputs: Tensor, eps: float, *, centred: bool 
     """Sum gradients times normalised inputs, and gradients alone, over the positions.
 
     Args:
-        grads: the output gradients before weight and bias, [B, T, N].
-        inputs: the inputs of the layer, [B, T, N].
-        eps: added to the variance.
-        centred: whether the mean is subtracted (layer norm), or the inputs are only divided by their root mean square.
+        grads: The output gradients before weight and bias, [B, T, N].
+        inputs: The inputs of the layer, [B, T, N].
+        eps: Added to the variance.
+        centred: Whether the mean is subtracted (layer norm), or the inputs are only divided by their root mean square.
 
     Returns:
         The gradients of weight and bias, [B, N] each.

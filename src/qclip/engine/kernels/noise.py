@@ -32,8 +32,8 @@ def usable(raw: Tensor, dtype: torch.dtype) -> bool:
     """Return whether the kernel takes this sum: contiguous float32 on a GPU, with Triton, for these output types.
 
     Args:
-        raw: the raw sum.
-        dtype: the precision of the noisy result: float32 or bfloat16.
+        raw: The raw sum.
+        dtype: The precision of the noisy result: float32 or bfloat16.
     """
     fits = raw.dtype == torch.float32 and dtype in (torch.float32, torch.bfloat16) and raw.is_contiguous()
     return triton is not None and raw.is_cuda and fits
@@ -50,12 +50,12 @@ def noisy_sums(
     """Compute ``scale * raw + std * normal`` in float64, round to a multiple of ``spacing``, then to ``dtype``.
 
     Args:
-        raws: the raw sums, all on one GPU.
-        stds: the standard deviation of the noise of each sum.
-        spacings: the grid of each result, a power of two.
-        scale: the factor of all sums.
+        raws: The raw sums, all on one GPU.
+        stds: The standard deviation of the noise of each sum.
+        spacings: The grid of each result, a power of two.
+        scale: The factor of all sums.
         words: 128 fresh secret bits: Philox's key, and the half of its counters that does not count.
-        dtype: the precision of the results.
+        dtype: The precision of the results.
     """
     device = raws[0].device
     rows, starts, total = _table(tuple(raw.numel() for raw in raws), device)

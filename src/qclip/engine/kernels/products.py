@@ -170,9 +170,9 @@ def round_up(squares: Tensor, sizes: Tensor, relative_error: float) -> Tensor:
     """Return squared norms [B] with a rounding margin.
 
     Args:
-        squares: the squared norms [B] of sums.
-        sizes: the summed lengths [B] of their summands.
-        relative_error: a bound on the error of each summand, relative to its length.
+        squares: The squared norms [B] of sums.
+        sizes: The summed lengths [B] of their summands.
+        relative_error: A bound on the error of each summand, relative to its length.
     """
     return (squares.sqrt() + relative_error * sizes).square()
 
@@ -181,8 +181,8 @@ def chunk(elements: int, sample: Tensor) -> int:
     """Return how many examples fit the memory of temporary products.
 
     Args:
-        elements: the number of elements per example.
-        sample: a tensor on the device.
+        elements: The number of elements per example.
+        sample: A tensor on the device.
     """
     available = CHUNK_BYTES
     if sample.is_cuda:

@@ -49,12 +49,12 @@ def window_gradients(
     Sums are in float32, then rounded to the precision of the inputs. The norms are those of the rounded gradients.
 
     Args:
-        images: the inputs, [B, C, H, W], with any strides: channels last is fastest.
-        grads: the output gradients, [B, M, P, Q], of the same precision and with any strides.
-        kernel: the size of the kernel.
-        stride: the stride of the convolution.
-        padding: the zeros around the images.
-        dilation: the spacing of the kernel's elements.
+        images: The inputs, [B, C, H, W], with any strides: channels last is fastest.
+        grads: The output gradients, [B, M, P, Q], of the same precision and with any strides.
+        kernel: The size of the kernel.
+        stride: The stride of the convolution.
+        padding: The zeros around the images.
+        dilation: The spacing of the kernel's elements.
 
     Returns:
         The gradients [B, M, C, *kernel], with C last in memory, and the squared norms [B], at least float32.

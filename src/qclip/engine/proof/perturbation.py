@@ -23,8 +23,8 @@ def perturbed(parameters: Iterable[Tensor], constants: Iterable[Tensor] = ()) ->
     variances.
 
     Args:
-        parameters: the parameters.
-        constants: buffers and frozen parameters; those that are not `movable` stay as they are.
+        parameters: The parameters.
+        constants: Buffers and frozen parameters; those that are not `movable` stay as they are.
     """
     moving = [(x, False) for x in parameters] + [(x, True) for x in constants if movable(x)]
     space = dict.fromkeys({x.device for x, _ in moving}, _SAVED_ON_DEVICE)

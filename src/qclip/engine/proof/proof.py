@@ -88,14 +88,14 @@ def prove(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subj
     """Return a plan for the sites of a capture.
 
     Args:
-        capture: the captured forward pass.
-        unseen: the parameters that the loss depends on outside of the sites.
-        reached: whether the loss depends on each site.
-        subject: the evaluation that was captured.
+        capture: The captured forward pass.
+        unseen: The parameters that the loss depends on outside of the sites.
+        reached: Whether the loss depends on each site.
+        subject: The evaluation that was captured.
 
     Raises:
-        Refusal: the evaluation cannot be proven; the message names the site and the remedy.
-        NotBroadcast: some captured calls are not sites.
+        Refusal: The evaluation cannot be proven; the message names the site and the remedy.
+        NotBroadcast: Some captured calls are not sites.
     """
     try:
         with subject.perturbed():

@@ -69,10 +69,10 @@ class Prover:
     """Proves one forward pass.
 
     Args:
-        engine: the engine.
-        run: the captured forward pass.
-        evaluate: runs the model on a batch and returns one loss per example.
-        batch: the batch of the run.
+        engine: The engine.
+        run: The captured forward pass.
+        evaluate: Runs the model on a batch and returns one loss per example.
+        batch: The batch of the run.
     """
 
     def __init__(self, engine: Provable, run: Any, evaluate: Evaluate, batch: Any) -> None:
@@ -87,7 +87,7 @@ class Prover:
         them. Where that is impossible, or changes what the model does, the plan holds for their present values.
 
         Raises:
-            Refusal: the run cannot be proven.
+            Refusal: The run cannot be proven.
         """
         constants = self._run.state.constants
         moving = [x for x in constants.values() if movable(x)]

@@ -28,14 +28,14 @@ def require_separation(
     """Replace some examples by copies of others, in several rounds, and refuse if the others change.
 
     Args:
-        observe: runs a batch and returns what to compare.
-        difference: given an observation and the examples that were kept [B], returns where they changed, or None.
-        batch: the batch.
+        observe: Runs a batch and returns what to compare.
+        difference: Given an observation and the examples that were kept [B], returns where they changed, or None.
+        batch: The batch.
         batch_size: B.
-        losses: any tensor of the losses' precision and device.
+        losses: Any tensor of the losses' precision and device.
 
     Raises:
-        Mixing: an example changed when others were replaced.
+        Mixing: An example changed when others were replaced.
     """
     for subset in separating_subsets(batch_size, losses):
         is_kept = subset != 0

@@ -24,10 +24,10 @@ def require_totals(
     """Refuse contributions whose sums are not autograd's: the last check against a wrong rule or a wrong capture.
 
     Args:
-        parts: the contributions by parameter.
-        expected: autograd's gradients (`plain_gradients`).
-        sites: the sites, for the tolerance and the message.
-        parameters: the trainable parameters by name.
+        parts: The contributions by parameter.
+        expected: Autograd's gradients (`plain_gradients`).
+        sites: The sites, for the tolerance and the message.
+        parameters: The trainable parameters by name.
     """
     tolerance, overall = (3e-2, 3e-3) if any(map(is_rough, sites)) else (1e-4, 1e-6)
     # Some gradients are zero but for rounding, such as those of the keys' biases in attention.

@@ -64,10 +64,10 @@ class Traces:
         """Run the evaluation and trace it.
 
         Args:
-            rerun: runs the evaluation.
-            batch: the batch.
+            rerun: Runs the evaluation.
+            batch: The batch.
             batch_size: B.
-            plans: the plans whose layouts are traced at each site.
+            plans: The plans whose layouts are traced at each site.
         """
         traces = Traces(plans, batch_size)
         trial = rerun(batch, batch_size, observe=lambda k, value: traces._add(traces.values, k, value))
@@ -93,10 +93,10 @@ class Traces:
         Mixing shows in values after the mixing operation and in gradients before it.
 
         Args:
-            other: the other traces.
-            index: the examples to compare, as indices or a mask [B].
-            tolerance: the relative difference that rounding may cause.
-            allowed: the number of examples that may differ.
+            other: The other traces.
+            index: The examples to compare, as indices or a mask [B].
+            tolerance: The relative difference that rounding may cause.
+            allowed: The number of examples that may differ.
 
         Returns:
             The plans by which the examples agree at their sites; and where they agree by no plan, in words, or None.

@@ -24,11 +24,11 @@ def last_dimensions(
     """Return the gradients of weight and bias where the last dimensions are normalised together.
 
     Args:
-        grad: the output gradient, [B, *, *shape].
-        input: the input, [B, *, *shape].
-        shape: the shape of the normalised dimensions.
-        eps: added to the variance.
-        centred: whether the mean is subtracted.
+        grad: The output gradient, [B, *, *shape].
+        input: The input, [B, *, *shape].
+        shape: The shape of the normalised dimensions.
+        eps: Added to the variance.
+        centred: Whether the mean is subtracted.
     """
 
     @cache

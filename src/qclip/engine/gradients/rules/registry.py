@@ -41,8 +41,8 @@ def register_rule(*functions: Callable[..., Any], broadcasts: bool = False) -> C
     - The engine trusts a rule; test it against `qclip.engine.oracle`.
 
     Args:
-        functions: the torch functions. The last registration of a function wins.
-        broadcasts: whether the functions are elementwise, with torch's broadcasting.
+        functions: The torch functions. The last registration of a function wins.
+        broadcasts: Whether the functions are elementwise, with torch's broadcasting.
 
     >>> import torch, qclip
     >>> from qclip.engine import Dense
