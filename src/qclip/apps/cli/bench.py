@@ -17,7 +17,7 @@ Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class Output:
+class BenchTable:
     """The rows of a measurement, and the same as a table."""
 
     rows: Sequence[Any]
@@ -72,7 +72,7 @@ class BenchCommand:
             screen.print(f"no row for {escape(failure)}", highlight=False)
         return 0
 
-    def _task(self) -> Callable[[Say], Output]:
+    def _task(self) -> Callable[[Say], BenchTable]:
         tasks = {"growth": self._growth, "throughput": self._throughput, "large": self._large}
         chosen = [name for name in tasks if vars(self)[name]]
         if len(chosen) > 1:
@@ -89,7 +89,7 @@ class BenchCommand:
     def _rounds(self, default: int) -> int:
         return default if self.rounds is None else check.count("rounds", self.rounds)
 
-    def _compare(self, say: Say) -> Output:
+    def _compare(self, say: Say) -> BenchTable:
         from qclip.apps.bench.comparison import compare
 
         rounds = self._rounds(15)
@@ -104,9 +104,9 @@ class BenchCommand:
             "every step includes its update, and private steps include the noise"
         )
         header = ("case", "mode", "ms", "MiB", "time", "memory", "first s")
-        return Output(result.rows, header, cells, caption, result.failures)
+        return BenchTable(result.rows, header, cells, caption, result.failures)
 
-    def _growth(self, say: Say) -> Output:
+    def _growth(self, say: Say) -> BenchTable:
         from qclip.apps.bench.growth import figure, measure_growth
 
         rounds = self._rounds(5)
@@ -120,9 +120,9 @@ class BenchCommand:
             values, times = growth.line(factor, mode)
             shown = " ".join(map(str, values)), " ".join(f"{ms:.1f}" for ms in times)
             cells.append((factor, mode, *shown, f"{exponent:.2f}"))
-        return Output(growth.rows, ("factor", "mode", "values", "ms", "exponent"), cells)
+        return BenchTable(growth.rows, ("factor", "mode", "values", "ms", "exponent"), cells)
 
-    def _throughput(self, say: Say) -> Output:
+    def _throughput(self, say: Say) -> BenchTable:
         from qclip.apps.bench.throughput import measure_throughput
 
         rounds = self._rounds(5)
@@ -132,9 +132,9 @@ class BenchCommand:
              _ratio(row.ratio), _ratio(row.padding))
             for row in rows
         ]  # fmt: skip
-        return Output(rows, ("case", "mode", "batch", "examples/s", "ratio", "padding"), cells)
+        return BenchTable(rows, ("case", "mode", "batch", "examples/s", "ratio", "padding"), cells)
 
-    def _large(self, say: Say) -> Output:
+    def _large(self, say: Say) -> BenchTable:
         from qclip.apps.bench.large import measure_large
 
         options: dict[str, Any] = {"cases": self.case, "modes": self.mode, "budget_seconds": self.budget, "say": say}
@@ -145,9 +145,9 @@ class BenchCommand:
             for row in rows
         ]  # fmt: skip
         header = ("case", "mode", "largest batch", "examples/s", "reserved GiB", "ended by")
-        return Output(rows, header, cells)
+        return BenchTable(rows, header, cells)
 
-    def _print_table(self, console: Console, output: Output) -> None:
+    def _print_table(self, console: Console, output: BenchTable) -> None:
         """Print cells in columns, with a section for each case or factor."""
         from qclip.apps.bench.comparison import describe
 
