@@ -26,7 +26,7 @@ from qclip.apps.bench.measure import Say, silent
 from qclip.apps.bench.modes import MODES
 from qclip.apps.bench.precision import Precision, precision_named
 from qclip.apps.bench.workload import Step, workload
-from qclip.apps.cli.bench import Output, show
+from qclip.apps.cli.bench import BenchTable, show
 from qclip.apps.data.models import CausalTransformer
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class Options:
     json: bool = False
     """Print JSON instead of a table."""
 
-    def measure(self, say: Say) -> Output:
+    def measure(self, say: Say) -> BenchTable:
         """Measure, draw the figure, and return the table."""
         growth = measure_growth(self.device, dtype=self.dtype, modes=self.mode, rounds=self.rounds, say=say)
         if self.out is not None:
@@ -227,7 +227,7 @@ class Options:
             values, times = growth.line(factor, mode)
             shown = " ".join(map(str, values)), " ".join(f"{ms:.1f}" for ms in times)
             cells.append((factor, mode, *shown, f"{exponent:.2f}"))
-        return Output(growth.rows, ("factor", "mode", "values", "ms", "exponent"), cells)
+        return BenchTable(growth.rows, ("factor", "mode", "values", "ms", "exponent"), cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

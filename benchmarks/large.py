@@ -23,7 +23,7 @@ from qclip.apps.bench.measure import Say, silent
 from qclip.apps.bench.modes import MODES
 from qclip.apps.bench.precision import Precision, precision_named
 from qclip.apps.bench.workload import workload
-from qclip.apps.cli.bench import Output, show
+from qclip.apps.cli.bench import BenchTable, show
 
 LARGE_MODES = ("compiled", "qclip compiled", "qclip per-layer compiled")
 
@@ -217,7 +217,7 @@ class Options:
     json: bool = False
     """Print JSON instead of a table."""
 
-    def measure(self, say: Say) -> Output:
+    def measure(self, say: Say) -> BenchTable:
         """Measure, and return the table."""
         rows = measure_large(
             self.device, dtype=self.dtype, cases=self.case, modes=self.mode, budget_seconds=self.budget, say=say
@@ -228,7 +228,7 @@ class Options:
             for row in rows
         ]  # fmt: skip
         header = ("case", "mode", "largest batch", "examples/s", "reserved GiB", "ended by")
-        return Output(rows, header, cells)
+        return BenchTable(rows, header, cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

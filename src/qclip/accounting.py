@@ -379,11 +379,7 @@ def _central_limit_guess(target: float, delta: float, sample_rate: float, steps:
 
 
 def sampling(
-    sample_rate: float | None,
-    steps: int | None,
-    examples: int | None,
-    batch_size: float | None,
-    epochs: float | None,
+    sample_rate: float | None, steps: int | None, examples: int | None, batch_size: float | None, epochs: float | None
 ) -> tuple[float, int]:
     """Return the sampling rate and the number of steps, from whichever form they were given in.
 

@@ -115,12 +115,7 @@ def bound_groups(
         raise check.refuse("len(sigmas)", sigma.size, f"len(dims) = {dim.size}", "give one moment bound per group")
 
     rule = private_form(
-        a,
-        batch_size=batch_size,
-        noise_multiplier=noise_multiplier,
-        dim=total_dim,
-        form="sharp",
-        sampling=sampling,
+        a, batch_size=batch_size, noise_multiplier=noise_multiplier, dim=total_dim, form="sharp", sampling=sampling
     )
     quiet = private_form(a, batch_size=batch_size, noise_multiplier=0, dim=1, form="sharp", sampling=sampling)
     gamma, p_min, _, counts = align(gammas, p_lo, None, steps)

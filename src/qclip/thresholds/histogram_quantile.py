@@ -21,7 +21,7 @@ PRIOR_STD = 0.2
 """Assumed standard deviation of the first guess of a fraction, from a log-normal distribution around tau."""
 
 
-class Group(TypedDict):
+class HistogramGroup(TypedDict):
     """The state of a group."""
 
     tau: float
@@ -35,8 +35,12 @@ class Group(TypedDict):
     """The average excess of the fraction counted at tau over the one read off the histogram there."""
 
 
+State = tuple[HistogramGroup, ...]
+"""One entry per group."""
+
+
 @dataclass(frozen=True)
-class HistogramQuantile(Threshold[tuple[Group, ...]]):
+class HistogramQuantile(Threshold[State]):
     """Clip each group at the ``p``-quantile of a smoothed noisy histogram of its gradient norms.
 
     - The norms are counted in bins of log radius around tau. The counts are averaged over as many steps as the noise
@@ -91,26 +95,26 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
         noise = counts * bound * _spread(self.radii + 2) / conditions.batch_size
         check_ahead(lambda step: attainable(level(self.p, step), noise, conditions), conditions.num_steps)
 
-    def start(self, num_groups: int) -> tuple[Group, ...]:
+    def start(self, num_groups: int) -> State:
         """Return the initial tau of each group, with an empty histogram."""
         tau = float(self.initial)
-        group = Group(tau=tau, lowest=self._lowest(tau), within=(), seen=(), miss=0.0)
+        group = HistogramGroup(tau=tau, lowest=self._lowest(tau), within=(), seen=(), miss=0.0)
         return tuple(group.copy() for _ in range(num_groups))
 
-    def clip_norms(self, state: tuple[Group, ...], step: int, raw_norms: Floats | None = None) -> tuple[float, ...]:
+    def clip_norms(self, state: State, step: int, raw_norms: Floats | None = None) -> tuple[float, ...]:
         """The tau of each group."""
         return tuple(group["tau"] for group in state)
 
-    def ask(self, state: tuple[Group, ...], step: int) -> Question:
+    def ask(self, state: State, step: int) -> Question:
         """Count the norms between the radii, tau among them."""
         radii = tuple((*sorted((*self._lattice(group["lowest"]), group["tau"])), OUTERMOST) for group in state)
         return Question(Count(radii, 1 / (self.radii + 2)))
 
-    def unclipped(self, state: tuple[Group, ...], step: int, answer: Answer) -> tuple[float, ...]:
+    def unclipped(self, state: State, step: int, answer: Answer) -> tuple[float, ...]:
         """Return the fraction counted within tau."""
         return tuple(self._read(group, bins)[1] for group, bins in zip(state, answer.noisy_bins, strict=True))
 
-    def update(self, state: tuple[Group, ...], step: int, answer: Answer) -> tuple[Group, ...]:
+    def update(self, state: State, step: int, answer: Answer) -> State:
         """Add the counts to the histogram and move tau to its quantile."""
         p = level(self.p, step)
         std = math.hypot(answer.bins_std * _spread(self.radii + 2), 0.5 / math.sqrt(answer.batch_size))
@@ -119,7 +123,7 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
             for group, bins in zip(state, answer.noisy_bins, strict=True)
         )
 
-    def _next(self, group: Group, p: float, noisy: list[float], at_tau: float, std: float) -> Group:
+    def _next(self, group: HistogramGroup, p: float, noisy: list[float], at_tau: float, std: float) -> HistogramGroup:
         within, seen = self._smoothed(group, p, noisy, std)
         scores, places = self._scores(within, p), group["lowest"] + np.arange(self.radii)
 
@@ -129,7 +133,7 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
         tau = math.exp(self.spacing * float(np.interp(aim, scores, places)))
         inside = scores[0] < aim < scores[-1]
 
-        moved = Group(
+        moved = HistogramGroup(
             tau=clamp(tau, self.tau_min, self.tau_max),
             lowest=group["lowest"],
             within=within,
@@ -139,7 +143,7 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
         return self._recentred(moved, p)
 
     def _smoothed(
-        self, group: Group, p: float, noisy: list[float], std: float
+        self, group: HistogramGroup, p: float, noisy: list[float], std: float
     ) -> tuple[tuple[float, ...], tuple[int, ...]]:
         """Return the fractions within the radii, averaged with this step's, and the number of steps in each."""
         seen = group["seen"] or (0,) * self.radii
@@ -151,7 +155,7 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
         )
         return tuple(smoothed), tuple(steps + 1 for steps in seen)
 
-    def _read(self, group: Group, bins: tuple[float, ...]) -> tuple[list[float], float]:
+    def _read(self, group: HistogramGroup, bins: tuple[float, ...]) -> tuple[list[float], float]:
         """Return the fractions within the radii, and within tau; the bins are shifted so that they add up to 1."""
         excess = (sum(bins) - 1) / len(bins)
         fractions = np.cumsum([value - excess for value in bins]).tolist()
@@ -164,7 +168,7 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
         low, high = min(0.02, p / 4), 1 - min(0.02, (1 - p) / 4)  # beyond, a score is nothing but noise
         return [NORMAL.inv_cdf(clamp(float(value), low, high)) for value in isotonic_regression(within).x]
 
-    def _recentred(self, group: Group, p: float) -> Group:
+    def _recentred(self, group: HistogramGroup, p: float) -> HistogramGroup:
         """Shift the histogram by whole places once tau is more than two places off its middle."""
         lowest = self._lowest(group["tau"])
         shift = lowest - group["lowest"]
@@ -178,7 +182,7 @@ class HistogramQuantile(Threshold[tuple[Group, ...]]):
         else:
             within = (*(min(value, within_before[0]) for value in guess[:gone]), *within_before[:-gone])
             seen = (*(0,) * gone, *group["seen"][:-gone])
-        return Group(tau=group["tau"], lowest=lowest, within=within, seen=seen, miss=group["miss"])
+        return HistogramGroup(tau=group["tau"], lowest=lowest, within=within, seen=seen, miss=group["miss"])
 
     def _lowest(self, tau: float) -> int:
         return round(math.log(tau) / self.spacing - (self.radii - 1) / 2)

@@ -28,7 +28,7 @@ MEMORY = 0.02
 """Rate at which the average difference of the two fractions forgets; it starts as a plain mean."""
 
 
-class Group(TypedDict):
+class CountedGroup(TypedDict):
     """The state of a group."""
 
     tau: float
@@ -37,6 +37,10 @@ class Group(TypedDict):
     """The average fraction of norms between the free count's radius and tau."""
     seen: int
     """The number of steps in that average."""
+
+
+State = tuple[CountedGroup, ...]
+"""One entry per group."""
 
 
 class Reading(NamedTuple):
@@ -62,7 +66,7 @@ class Reading(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PrivateQuantile(Threshold[tuple[Group, ...]]):
+class PrivateQuantile(Threshold[State]):
     """Clip each group near the ``p``-quantile of its own gradient norms. Nothing needs to be tuned.
 
     >>> median = PrivateQuantile(0.5, initial=1.0)
@@ -117,24 +121,26 @@ class PrivateQuantile(Threshold[tuple[Group, ...]]):
         noise = counts * bound / conditions.batch_size
         check_ahead(lambda step: attainable(level(self.p, step), noise, conditions), conditions.num_steps)
 
-    def start(self, num_groups: int) -> tuple[Group, ...]:
+    def start(self, num_groups: int) -> State:
         """Return the initial tau of each group, at rest."""
-        return tuple(Group(tau=float(self.initial), velocity=0.0, between=0.0, seen=0) for _ in range(num_groups))
+        return tuple(
+            CountedGroup(tau=float(self.initial), velocity=0.0, between=0.0, seen=0) for _ in range(num_groups)
+        )
 
-    def clip_norms(self, state: tuple[Group, ...], step: int, raw_norms: Floats | None = None) -> tuple[float, ...]:
+    def clip_norms(self, state: State, step: int, raw_norms: Floats | None = None) -> tuple[float, ...]:
         """Return the tau of each group."""
         return tuple(group["tau"] for group in state)
 
-    def ask(self, state: tuple[Group, ...], step: int) -> Question:
+    def ask(self, state: State, step: int) -> Question:
         """Count the norms within tau, paid for, and within 3/4 of tau, for free."""
         taus = self.clip_norms(state, step)
         return Question(Count(tuple((tau,) for tau in taus), 0.5), Slack(tuple((RADIUS * tau,) for tau in taus)))
 
-    def unclipped(self, state: tuple[Group, ...], step: int, answer: Answer) -> tuple[float, ...]:
+    def unclipped(self, state: State, step: int, answer: Answer) -> tuple[float, ...]:
         """Return the paid fractions, which are unbiased."""
         return tuple(fraction for (fraction,) in answer.noisy_bins)
 
-    def update(self, state: tuple[Group, ...], step: int, answer: Answer) -> tuple[Group, ...]:
+    def update(self, state: State, step: int, answer: Answer) -> State:
         """Move each group's tau towards its quantile."""
         p = level(self.p, step)
         within = zip(answer.noisy_within, answer.within_std, strict=True)
@@ -143,7 +149,7 @@ class PrivateQuantile(Threshold[tuple[Group, ...]]):
             for group, (counted,), ((free,), (std,)) in zip(state, answer.noisy_bins, within, strict=True)
         )
 
-    def _next(self, group: Group, p: float, reading: Reading) -> Group:
+    def _next(self, group: CountedGroup, p: float, reading: Reading) -> CountedGroup:
         variance = reading.difference_variance
         seen = group["seen"] + 1
         difference = plausible(reading.counted, variance**0.5) - plausible(reading.within, variance**0.5)
@@ -158,7 +164,7 @@ class PrivateQuantile(Threshold[tuple[Group, ...]]):
         error = plausible(fraction, std) - p
         change, velocity, lost = pursue(group["velocity"], error, slope, std, p, seen)
         tau = moved(group["tau"], change, self.tau_min, self.tau_max)
-        return Group(tau=tau, velocity=velocity, between=between, seen=min(seen, RESTART) if lost else seen)
+        return CountedGroup(tau=tau, velocity=velocity, between=between, seen=min(seen, RESTART) if lost else seen)
 
 
 def _slope(between: float, variance: float, p: float) -> float:

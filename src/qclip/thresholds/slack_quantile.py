@@ -26,7 +26,7 @@ MEMORY = 0.03
 """Rate at which the average fractions forget; they start as plain means."""
 
 
-class Group(TypedDict):
+class SlackGroup(TypedDict):
     """The state of a group."""
 
     tau: float
@@ -39,8 +39,12 @@ class Group(TypedDict):
     """The number of steps in the averages."""
 
 
+State = tuple[SlackGroup, ...]
+"""One entry per group."""
+
+
 @dataclass(frozen=True)
-class SlackQuantile(Threshold[tuple[Group, ...]]):
+class SlackQuantile(Threshold[State]):
     """Clip each group near the ``p``-quantile of its own gradient norms, at no privacy cost.
 
     - Two counts below tau are released in the slack of unclipped examples (docs/theory.md, section 11), for free.
@@ -102,33 +106,33 @@ class SlackQuantile(Threshold[tuple[Group, ...]]):
 
         check_ahead(refuse_noise, conditions.num_steps)
 
-    def start(self, num_groups: int) -> tuple[Group, ...]:
+    def start(self, num_groups: int) -> State:
         """Return the initial tau of each group, at rest."""
-        group = Group(tau=float(self.initial), velocity=0.0, inner=0.0, outer=0.0, seen=0)
+        group = SlackGroup(tau=float(self.initial), velocity=0.0, inner=0.0, outer=0.0, seen=0)
         return tuple(group.copy() for _ in range(num_groups))
 
-    def clip_norms(self, state: tuple[Group, ...], step: int, raw_norms: Floats | None = None) -> tuple[float, ...]:
+    def clip_norms(self, state: State, step: int, raw_norms: Floats | None = None) -> tuple[float, ...]:
         """Return the tau of each group."""
         return tuple(group["tau"] for group in state)
 
-    def ask(self, state: tuple[Group, ...], step: int) -> Question:
+    def ask(self, state: State, step: int) -> Question:
         """Count the norms within two radii below tau, for free."""
         taus = self.clip_norms(state, step)
         return Question(slack=Slack(tuple((INNER_RADIUS * tau, self.outer_radius * tau) for tau in taus)))
 
-    def unclipped(self, state: tuple[Group, ...], step: int, answer: Answer) -> tuple[float, ...]:
+    def unclipped(self, state: State, step: int, answer: Answer) -> tuple[float, ...]:
         """Return the fraction counted within the outer radius plus the extrapolated fraction above it."""
         counted = zip(self._averaged(state, answer), answer.noisy_within, strict=True)
         return tuple(outer + self._above(group) for group, (_, outer) in counted)
 
-    def update(self, state: tuple[Group, ...], step: int, answer: Answer) -> tuple[Group, ...]:
+    def update(self, state: State, step: int, answer: Answer) -> State:
         """Move each group's tau towards its quantile."""
         p = level(self.p, step)
         stds = (math.hypot(std, math.sqrt(p / answer.batch_size)) for _, std in answer.within_std)
         readings = zip(self._averaged(state, answer), self.unclipped(state, step, answer), stds, strict=True)
         return tuple(self._next(group, p, fraction, std) for group, fraction, std in readings)
 
-    def _averaged(self, state: tuple[Group, ...], answer: Answer) -> list[Group]:
+    def _averaged(self, state: State, answer: Answer) -> list[SlackGroup]:
         """Return the state with this step's counts in its averages."""
         sampling = 1 / math.sqrt(answer.batch_size)
         averaged = []
@@ -138,20 +142,22 @@ class SlackQuantile(Threshold[tuple[Group, ...]]):
             rate = max(MEMORY, 1 / seen)
             inner = group["inner"] + rate * (inner - group["inner"])
             outer = group["outer"] + rate * (outer - group["outer"])
-            averaged.append(Group(tau=group["tau"], velocity=group["velocity"], inner=inner, outer=outer, seen=seen))
+            averaged.append(
+                SlackGroup(tau=group["tau"], velocity=group["velocity"], inner=inner, outer=outer, seen=seen)
+            )
         return averaged
 
-    def _above(self, group: Group) -> float:
+    def _above(self, group: SlackGroup) -> float:
         """Return the fraction of norms between the outer radius and tau, if log norms are normal there."""
         inner, outer = (NORMAL.inv_cdf(clamp(group[key], 0.02, 0.98)) for key in ("inner", "outer"))
         steps = math.log(1 / self.outer_radius) / math.log(self.outer_radius / INNER_RADIUS)
         return max(0.0, NORMAL.cdf(outer + (outer - inner) * steps) - group["outer"])
 
-    def _next(self, group: Group, p: float, fraction: float, std: float) -> Group:
+    def _next(self, group: SlackGroup, p: float, fraction: float, std: float) -> SlackGroup:
         rise = group["outer"] + self._above(group) - group["inner"]
         slope = max(rise / math.log(1 / INNER_RADIUS), usual_slope(p) / 4)
         error = plausible(fraction, std) - p
         change, velocity, lost = pursue(group["velocity"], error, slope, std, p, group["seen"])
         tau = moved(group["tau"], change, self.tau_min, self.tau_max)
         seen = min(group["seen"], RESTART) if lost else group["seen"]
-        return Group(tau=tau, velocity=velocity, inner=group["inner"], outer=group["outer"], seen=seen)
+        return SlackGroup(tau=tau, velocity=velocity, inner=group["inner"], outer=group["outer"], seen=seen)

@@ -16,7 +16,7 @@ Say = Callable[[str], object]
 
 
 @dataclass(frozen=True)
-class Output:
+class BenchTable:
     """The rows of a measurement, and the same as a table."""
 
     rows: Sequence[Any]
@@ -57,7 +57,7 @@ class BenchCommand:
     def _rounds(self, default: int) -> int:
         return default if self.rounds is None else check.count("rounds", self.rounds)
 
-    def _compare(self, say: Say) -> Output:
+    def _compare(self, say: Say) -> BenchTable:
         from qclip.apps.bench.comparison import compare
 
         rounds = self._rounds(15)
@@ -72,9 +72,9 @@ class BenchCommand:
             "every step includes its update, and private steps include the noise"
         )
         header = ("case", "mode", "ms", "MiB", "time", "memory", "first s")
-        return Output(result.rows, header, cells, caption, result.failures)
+        return BenchTable(result.rows, header, cells, caption, result.failures)
 
-    def _throughput(self, say: Say) -> Output:
+    def _throughput(self, say: Say) -> BenchTable:
         from qclip.apps.bench.throughput import measure_throughput
 
         rounds = self._rounds(5)
@@ -84,10 +84,12 @@ class BenchCommand:
              _ratio(row.ratio), _ratio(row.padding))
             for row in rows
         ]  # fmt: skip
-        return Output(rows, ("case", "mode", "batch", "examples/s", "ratio", "padding"), cells)
+        return BenchTable(rows, ("case", "mode", "batch", "examples/s", "ratio", "padding"), cells)
 
 
-def show(console: Console, measure: Callable[[Say], Output], device: str, dtype: str, *, as_json: bool = False) -> None:
+def show(
+    console: Console, measure: Callable[[Say], BenchTable], device: str, dtype: str, *, as_json: bool = False
+) -> None:
     """Measure, and print a table with a section for each case, or JSON."""
     # With JSON, stdout holds nothing else.
     screen = Console(stderr=True) if as_json else console
@@ -101,7 +103,7 @@ def show(console: Console, measure: Callable[[Say], Output], device: str, dtype:
         screen.print(f"no row for {escape(failure)}", highlight=False)
 
 
-def _print_table(console: Console, output: Output, device: str, dtype: str) -> None:
+def _print_table(console: Console, output: BenchTable, device: str, dtype: str) -> None:
     from qclip.apps.bench.comparison import describe
 
     table = Table(title=describe(device, dtype))

@@ -69,10 +69,7 @@ class PlanCommand:
         if self.examples is not None and self.delta is None and not self.json:
             console.print(f"delta = 1/(10 N) = {self._delta:.3g}")
         with nullcontext() if self.json else console.status("planning"):
-            training = self._training() if self.examples is not None and self.target is None else None
-            best = None if assumptions is None else self._theory(assumptions, training)
-            private = None if self.examples is None else self._private(training, best)
-            bound = None if best is None else (best, best.coupled(), best.moves())
+            private, bound = self._plans(assumptions)
         if self.json:
             fields = {} if bound is None else _theory_json(*bound)
             print(json.dumps(fields | {"privacy_plan": None if private is None else private.as_json()}, indent=1))
@@ -84,6 +81,12 @@ class PlanCommand:
         if bound is not None:
             print_theory(console, *bound)
         return 0
+
+    def _plans(self, assumptions: theory.Assumptions | None) -> "tuple[PrivatePlan | None, TheoryPlans | None]":
+        training = self._training() if self.examples is not None and self.target is None else None
+        best = None if assumptions is None else self._theory(assumptions, training)
+        private = None if self.examples is None else self._private(training, best)
+        return private, None if best is None else (best, best.coupled(), best.moves())
 
     def _check(self) -> None:
         """Refuse settings that contradict each other or are incomplete, before computing anything."""
@@ -165,6 +168,9 @@ class PlanCommand:
             training = replace(training, epsilon=self.epsilon)
         p = self.p if self.p is not None else best.p if best is not None else 0.7
         return plan_private(training, p=p, num_groups=1 if self.groups is None else self.groups, dim=self.dim)
+
+
+TheoryPlans = tuple[theory.Plan, theory.CoupledPlan, list[theory.Move]]
 
 
 def _theory_json(best: theory.Plan, coupled: theory.CoupledPlan, moves: list[theory.Move]) -> dict[str, Any]:

@@ -116,13 +116,8 @@ def reproduce(
     (out / "figures").mkdir(parents=True, exist_ok=True)
     effort = Effort(quick=quick)
     rows: list[ClaimResult] = []
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    text = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress, _finally_report(rows, out, quick):
         task = progress.add_task("", total=len(chosen))
         for claim in chosen:

@@ -63,12 +63,8 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(64, 1, 0.5),
-    Setting(256, 4, 0.5),
-    Setting(256, 4, 0.9),
-    Setting(1024, 1, 0.5),
-    Setting(1024, 1, 0.9),
-)
+    Setting(64, 1, 0.5), Setting(256, 4, 0.5), Setting(256, 4, 0.9), Setting(1024, 1, 0.5), Setting(1024, 1, 0.9)
+)  # fmt: skip
 
 
 def estimators(setting: Setting) -> dict[str, Any]:
