@@ -173,6 +173,22 @@ def test_plus_leaves_both_sides_as_they_were():
     assert b.tensors[W].tolist() == [2.0, 2.0]
 
 
+def test_each_precision_is_added_in_its_own():
+    keys = (W, Key("gradient", "b"), Key("slack", 0))
+    dtypes = (torch.float32, torch.float64, torch.float64)
+    a, b = (
+        BoundedSum(
+            {key: torch.full((2,), k, dtype=dtype) for key, dtype in zip(keys, dtypes, strict=True)},
+            dict.fromkeys(keys, 0),
+            (1.0,),
+            (6,),
+        )
+        for k in (1, 2)
+    )
+    for total in (a + b, a.__iadd__(b)):
+        assert [(x.dtype, x.tolist()) for x in total.tensors.values()] == [(dtype, [3.0, 3.0]) for dtype in dtypes]
+
+
 def test_sums_of_other_parameters_do_not_add_up():
     a, b = (BoundedSum({key: torch.zeros(2)}, {key: 0}, (1.0,), (2,)) for key in (W, Key("slack", 0)))
     with pytest.raises(AssertionError, match="different parameters"):

@@ -69,7 +69,7 @@ class BoundedSum:
         return self._joined(other, _add_in_place)
 
     def __add__(self, other: "BoundedSum") -> "BoundedSum":
-        return self._joined(other, torch._foreach_add)
+        return self._joined(other, _add)
 
     def resolve(self) -> "BoundedSum":
         """Return the sum over examples with finite gradients; wait for the device if the sum is unresolved."""
@@ -98,8 +98,14 @@ class BoundedSum:
 
 
 def _add_in_place(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
-    torch._foreach_add_(left, right)
+    for dtype in {x.dtype for x in left}:  # mixed precisions would be added tensor by tensor
+        pairs = [(x, y) for x, y in zip(left, right, strict=True) if x.dtype == dtype]
+        torch._foreach_add_([x for x, _ in pairs], [y for _, y in pairs])
     return left
+
+
+def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    return _add_in_place([x.clone() for x in left], right)
 
 
 def _recomputed(left: BoundedSum, right: BoundedSum) -> BoundedSum:
