@@ -47,6 +47,11 @@ def test_every_public_name_is_there(name):
     assert getattr(qclip, name) is not None
 
 
+def test_a_spelling_that_is_close_is_named():
+    with pytest.raises(qclip.Refusal, match=r"groups = 'per_layer' must be one of .*did you mean 'per-layer'"):
+        training(groups="per_layer")
+
+
 def test_other_names_are_not():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         qclip.nothing  # noqa: B018

@@ -105,8 +105,10 @@ def test_count_has_a_least_value(least, refused):
 
 def test_choice_lists_the_options():
     assert check.choice("form", "sharp", ("sharp", "blunt")) == "sharp"
-    with pytest.raises(ValueError, match=r"^form = 'shrap' must be one of 'sharp', 'blunt'; check the spelling$"):
+    with pytest.raises(ValueError, match=r"^form = 'shrap' must be one of 'sharp', 'blunt'; did you mean 'sharp'\?$"):
         check.choice("form", "shrap", iter(("sharp", "blunt")))
+    with pytest.raises(ValueError, match=r"^form = 'round' must be one of 'sharp', 'blunt'; check the spelling$"):
+        check.choice("form", "round", ("sharp", "blunt"))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 Where the template of `refuse` would bend the sentence, raise `Refusal` with a sentence of its own.
 """
 
+import difflib
 import math
 import operator
 import warnings
@@ -119,7 +120,9 @@ def choice(name: str, value: str, options: Iterable[str]) -> str:
     """Return ``value`` if it is one of the options, or refuse it."""
     options = tuple(options)
     if value not in options:
-        raise refuse(name, value, f"one of {', '.join(map(repr, options))}", "check the spelling")
+        close = difflib.get_close_matches(str(value), options, n=1)
+        remedy = f"did you mean {close[0]!r}?" if close else "check the spelling"
+        raise refuse(name, value, f"one of {', '.join(map(repr, options))}", remedy)
     return value
 
 

@@ -21,6 +21,21 @@ from dp_accounting import pld, rdp
 
 from qclip import _validate as check
 
+__all__ = [
+    "Accountant",
+    "EpsilonCurve",
+    "Split",
+    "delta",
+    "epsilon",
+    "merge",
+    "noise_multiplier",
+    "sampling",
+    "spending",
+    "split",
+    "steps",
+    "steps_per_epoch",
+]
+
 Accountant = Literal["pld", "rdp"]
 _ACCOUNTANTS: dict[str, Any] = {"pld": pld.PLDAccountant, "rdp": rdp.RdpAccountant}
 _INTERVAL: Final = 1e-4

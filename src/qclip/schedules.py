@@ -10,6 +10,19 @@ from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.theory import Assumptions, Form, max_step, rates
 
+__all__ = [
+    "Capped",
+    "Coupled",
+    "Polynomial",
+    "Schedule",
+    "Unclipped",
+    "constant",
+    "coupled",
+    "fixed",
+    "polynomial",
+    "values",
+]
+
 Schedule = Callable[[int], float]
 
 

@@ -21,6 +21,8 @@ from qclip.simulation._types import Draws, Loop, Records, Setup, SimulationState
 from qclip.simulation.problems import Problem
 from qclip.theory.bounds import PerStep
 
+__all__ = ["Trajectories", "simulate"]
+
 CHUNK_BYTES = 32 * 2**20
 
 
