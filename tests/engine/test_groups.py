@@ -58,7 +58,7 @@ def test_memory_phases_are_as_short_as_groups_allow(chosen):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("layers", "groups = 'layers' must be one of 'flat', 'per-layer'; check the spelling"),
+        ("layers", "groups = 'layers' must be one of 'flat', 'per-layer'; did you mean 'per-layer'"),
         ({"head": "head.*"}, r"'scale' has no group; add a group for it, or end with \{\"rest\": \"\*\"\}"),
         ({"all": "*", "tail": "tail.*"}, r"'tail' takes no parameter; check its pattern against the names in"),
         ({"all": "*", "late": "head.*"}, "'late' takes no parameter"),
