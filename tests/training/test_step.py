@@ -1,13 +1,16 @@
 """The private step without a loader: the paper's equations, and where ranks or clients would meet."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from qclip import accounting
-from qclip.engine import oracle
+from qclip.engine import Engine, oracle
 from qclip.thresholds import (
     Constant,
     ExactQuantile,
@@ -16,6 +19,7 @@ from qclip.thresholds import (
     PrivateQuantile,
     SlackQuantile,
 )
+from qclip.training.make import make_private
 from qclip.training.noise import NoiseSource, group_dims
 from qclip.training.step import StepRule, StepState, ask, private_step
 from qclip.training.sums import Key
@@ -146,6 +150,45 @@ def test_ranks_meet_in_reduce(threshold):
         torch.testing.assert_close(reduced.noisy_gradient[name], value, rtol=1e-9, atol=1e-12)
     assert reduced.noisy_unclipped == pytest.approx(whole.noisy_unclipped, rel=1e-6)
     assert not theirs
+
+
+@pytest.mark.parametrize("physical_batch_size", [None, 7])
+@pytest.mark.parametrize("threshold", THRESHOLDS)
+def test_a_run_takes_these_steps(threshold, physical_batch_size):
+    """`PrivateTraining` applies what the function releases, and records it."""
+    model, x, y = network(), *examples(60)
+    settings = {"batch_size": B, "steps": 3, "noise_multiplier": 0.25, "delta": 1e-3, "seed": 4}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = make_private(
+        model, optimizer, TensorDataset(x, y), loss=squared, threshold=THRESHOLDS[threshold],
+        physical_batch_size=physical_batch_size, **settings,
+    )  # fmt: skip
+    twin = network()
+    engine = Engine(twin)
+    the_rule = replace(rule(twin, THRESHOLDS[threshold], z=0.25), members=training._rule.members)
+    source = NoiseSource(np.random.SeedSequence(4).spawn(2)[1])
+    state = StepState(0, the_rule.threshold.start(1))
+
+    def clip(indices, clip_norms):
+        losses = lambda batch: squared(twin(batch[0]), batch[1])  # noqa: E731
+        return engine.clipped(losses, (x[indices], y[indices]), clip_norms), len(indices)
+
+    batches = iter(training.loader)
+    for step in range(3):
+        drawn = training.loader.sampler.draw(step)
+        width = physical_batch_size or len(drawn)
+        cut = [drawn[start : start + width] for start in range(0, len(drawn), width)]
+        released = private_step(state, cut, clip=clip, rule=the_rule, source=source)
+        state = released.state
+        for _ in cut:
+            training.step(*next(batches))
+        record = training.history[step]
+        assert (record.tau, record.noisy_unclipped) == (released.clip_norms, released.noisy_unclipped)
+        with torch.no_grad():
+            for name, parameter in twin.named_parameters():
+                parameter.sub_(0.1 * released.noisy_gradient[name])
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
 
 
 def test_nothing_is_changed_but_what_is_returned():
