@@ -152,12 +152,12 @@ def test_ranks_meet_in_reduce(threshold):
     assert not theirs
 
 
-@pytest.mark.parametrize("physical_batch_size", [None, 7])
+@pytest.mark.parametrize("physical_batch_size", [None, 30])
 @pytest.mark.parametrize("threshold", THRESHOLDS)
 def test_a_run_takes_these_steps(threshold, physical_batch_size):
     """`PrivateTraining` applies what the function releases, and records it."""
-    model, x, y = network(), *examples(60)
-    settings = {"batch_size": B, "steps": 3, "noise_multiplier": 0.25, "delta": 1e-3, "seed": 4}
+    model, x, y = network(), *examples(150)
+    settings = {"batch_size": 70, "steps": 3, "noise_multiplier": 0.25, "delta": 1e-3, "seed": 4}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     training = make_private(
         model, optimizer, TensorDataset(x, y), loss=squared, threshold=THRESHOLDS[threshold],
@@ -165,7 +165,7 @@ def test_a_run_takes_these_steps(threshold, physical_batch_size):
     )  # fmt: skip
     twin = network()
     engine = Engine(twin)
-    the_rule = replace(rule(twin, THRESHOLDS[threshold], z=0.25), members=training._rule.members)
+    the_rule = replace(rule(twin, THRESHOLDS[threshold], z=0.25), batch_size=70)
     source = NoiseSource(np.random.SeedSequence(4).spawn(2)[1])
     state = StepState(0, the_rule.threshold.start(1))
 
