@@ -205,6 +205,16 @@ def test_nothing_is_changed_but_what_is_returned():
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_the_dimensions_of_a_sum_are_those_of_the_run_and_of_the_slack():
+    """They share the noise among groups, so that every rank must count alike."""
+    model = network()
+    the_rule = rule(model, SlackQuantile(0.5, initial=1.0))
+    query = ask(StepState(0, the_rule.threshold.start(1)), the_rule)
+    (row,) = query.coefficients
+    assert len(row) > 0
+    assert query.dims == (sum(p.numel() for p in model.parameters()) + len(row),)
+
+
 def test_only_the_gradient_of_parameters_is_for_the_optimizer():
     model = network()
     the_rule = rule(model, SlackQuantile(0.5, initial=1.0))

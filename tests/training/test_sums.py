@@ -107,6 +107,14 @@ def test_nobody_is_finite():
     assert added([found]).hopeless
 
 
+def test_one_finite_batch_is_enough():
+    norms = torch.full((2, 1), torch.inf)
+    spoilt = ClippedGradients.of({"w": torch.zeros(3)}, norms, (1.0,), torch.zeros(2), torch.ones(2, dtype=torch.bool))
+    for batches in ([spoilt, clipped(1)[0]], [clipped(1)[0], spoilt]):
+        assert not added(batches).hopeless
+    assert added([spoilt, spoilt]).hopeless
+
+
 def test_batches_are_clipped_alike():
     other = ClippedGradients(**{**vars(clipped(1)[0]), "clip_norms": (2.0,)})
     with pytest.raises(AssertionError, match="clipped at different norms"):
