@@ -205,6 +205,46 @@ def test_nothing_is_changed_but_what_is_returned():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("rescale", [False, True])
+@pytest.mark.parametrize("batch", [1, 2], ids=["whole", "cut"])
+def test_a_threshold_learns_the_fractions_it_asked_for(batch, rescale):
+    """Without noise they are exact, for the paid count and the free one; with it their stated deviations are."""
+    answers = []
+
+    class Spy(PrivateQuantile):
+        def update(self, state, step, answer):
+            answers.append(answer)
+            return super().update(state, step, answer)
+
+    model, threshold = network(), Spy(0.5, initial=8.0)
+    x, y = examples()
+    norms = oracle.clipped_gradients(model, squared, x, y, 1.0).norms
+    state = StepState(0, threshold.start(1))
+    batches = [(x, y)] if batch == 1 else halves()
+    for z in (0.0, 0.5):
+        the_rule = rule(model, threshold, z=z, rescale_to_unit_norm=rescale)
+        step(model, the_rule, batches, state=state)
+    exact, noisy = answers
+    query = ask(state, the_rule)
+    ((radius,),) = query.question.count.radii
+    (inner,) = query.question.slack.radii
+    assert 0 < (norms <= inner[0]).sum() < (norms <= radius).sum() < len(x)
+    within = [(norms <= r).sum().item() / B for r in inner]
+    assert exact.noisy_within[0] == pytest.approx(within, rel=1e-6)
+    # Each example adds its indicator less the centre, and the expected batch's centres are added back.
+    centre = query.question.count.centre
+    expected = ((norms <= radius).sum().item() - centre * len(x)) / B + centre
+    assert exact.noisy_bins[0] == pytest.approx([expected], rel=1e-6)
+    assert exact.bins_std == 0
+    assert exact.within_std == ((0.0,) * len(inner),)
+    (coefficients,) = query.coefficients
+    (tau,) = query.clip_norms
+    stds = [the_rule.noise.gradient * tau / a / B for a in coefficients]
+    assert noisy.within_std[0] == pytest.approx(stds, rel=1e-9)
+    assert noisy.bins_std == pytest.approx(the_rule.noise.counts * query.question.count.l2_bound / B, rel=1e-9)
+    assert noisy.noisy_within != exact.noisy_within
+
+
 def test_the_dimensions_of_a_sum_are_those_of_the_run_and_of_the_slack():
     """They share the noise among groups, so that every rank must count alike."""
     model = network()
