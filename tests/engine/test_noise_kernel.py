@@ -249,7 +249,7 @@ def test_the_fast_logarithm_compiles_for_a_gpu(tmp_path, monkeypatch):
     """Triton's interpreter cannot run it."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    pointers = {"rows": "*i64", "addresses": "*i64", "numbers": "*i64", "memory": "*bf16"}
+    pointers = {"rows": "*i64", "addresses": "*i64", "values": "*i64", "memory": "*bf16"}
     settings = {"ALIGNED": True, "BLOCK": noise_kernel.BLOCK}
     fast, exact = (
         compile_for_a_gpu(noise_kernel._add_noise, **pointers, **settings, FAST=each).asm["ptx"]

@@ -249,3 +249,13 @@ def test_rounding_to_the_grid_adds_no_noise_and_no_shift():
 def test_no_grid_without_noise():
     value = BoundedSum({"a": torch.full((3,), 1 / 3)}, {"a": 0}, (TAU,), (3,))
     assert torch.equal(release(value, 0, NoiseSource(0)).tensors["a"], value.tensors["a"])
+
+
+def test_a_sum_that_nobody_has_looked_at_is_resolved_first():
+    """Where an example was not finite, the sum without it is released, and nothing of the other."""
+    clean = BoundedSum({"a": torch.full((3,), 2.0)}, {"a": 0}, (1.0,), (3,))
+    spoilt = replace(
+        clean, tensors={"a": torch.full((3,), torch.nan)}, all_finite=torch.tensor(False), recompute=lambda: clean
+    )
+    assert release(spoilt, 0, NoiseSource(0)).tensors["a"].tolist() == [2.0] * 3
+    assert release(spoilt, 1.0, NoiseSource(0)).tensors["a"].isfinite().all()

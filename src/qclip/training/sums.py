@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ from qclip._validate import Floats
 from qclip.engine import ClippedGradients
 from qclip.engine.batch import to_device_async
 from qclip.engine.groups import l2_bound
-from qclip.thresholds import Question
-from qclip.thresholds.threshold import Grid
+
+if TYPE_CHECKING:  # noise can be added where nothing is accounted for
+    from qclip.thresholds import Question
+    from qclip.thresholds.threshold import Grid
 
 MOST_HELD: Final = 32
 """The most physical batches that are kept for recomputation; beyond that, `BoundedSum` waits for the device."""
@@ -141,12 +143,12 @@ class Query:
     """The clip norms and the sums of a step, fixed before its examples are read."""
 
     clip_norms: ClipNorms
-    question: Question
+    question: "Question"
     members: Mapping[Key, int]
     """The group of each tensor of the gradient sum, including the slack."""
     dims: tuple[int, ...]
     """The number of coordinates of each group, including the slack."""
-    coefficients: Grid = ()
+    coefficients: "Grid" = ()
     """The slack coordinate of each radius, by group (`qclip.thresholds.threshold.Slack`)."""
     keep_norms: bool = False
     """Whether the threshold sees raw norms, which makes the step non-private."""
@@ -241,7 +243,7 @@ def _gradient_sum(clipped: ClippedGradients, query: Query, *, copied: bool) -> B
 
 
 @lru_cache(maxsize=4)
-def _coefficients(rows: Grid, device: torch.device) -> Tensor:
+def _coefficients(rows: "Grid", device: torch.device) -> Tensor:
     """Return the coefficients on the device, rounded to float32; the physical batches of a step share them."""
     return to_device_async(torch.tensor(rows, dtype=torch.float32).double(), device)
 
