@@ -55,6 +55,8 @@ __all__ = [
     "thresholds",
 ]
 
+# Where public modules are that do not lie beside this file.
+_MODULES = {"problems": "simulation.problems", "simulate": "simulation.simulate"}
 # Where names come from that are not modules.
 _HOMES = {
     "Constant": "thresholds",
@@ -81,7 +83,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"qclip.{_HOMES[name]}"), name)
     if name in __all__:
-        return import_module(f"qclip.simulation.{name}" if name in ("problems", "simulate") else f"qclip.{name}")
+        return import_module(f"qclip.{_MODULES.get(name, name)}")
     raise AttributeError(f"module 'qclip' has no attribute {name!r}")
 
 

@@ -3,7 +3,7 @@
 With parameters x, the expected batch size B, noise multipliers z and z', and a standard normal vector N:
 
     tau   = the clip norm, from the releases of earlier steps                                 ask
-    raw   = sum of clip(grad f_i(x), tau) over the sampled i; counts of their norms in bins   raw_sums, added up
+    raw   = sum of clip(grad f_i(x), tau) over the sampled i; counts of their norms in bins   LogicalStep.add
     noisy = (raw + z tau N) / B; the noise of the counts is z' times their own bound          release
     tau'  = the threshold, updated with the noisy counts
 
@@ -24,7 +24,7 @@ from qclip.engine import ClippedGradients
 from qclip.thresholds import Answer, Threshold
 from qclip.thresholds.threshold import Grid
 from qclip.training import noise
-from qclip.training.sums import BoundedSum, ClipNorms, Key, NoisySum, Query, RawSums, alone, raw_sums
+from qclip.training.sums import BoundedSum, ClipNorms, Key, LogicalStep, NoisySum, Query, RawSums, alone
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,11 @@ def private_step(
     Returns:
         The noisy gradient, the other released values, and the state for the next step.
     """
-    query = ask(state, rule)
-    first, *others = batch
-    raw = raw_sums(*clip(first, query.clip_norms), query)
-    for physical_batch in others:
-        raw += raw_sums(*clip(physical_batch, raw.clip_norms), query, keep=False)
-    return release(state, raw.reduced(reduce), query, rule, source)
+    logical = LogicalStep(ask(state, rule))
+    for physical_batch in batch:
+        logical.add(*clip(physical_batch, logical.clip_norms))
+    assert logical.raw is not None, "a step has at least one physical batch"
+    return release(state, logical.raw.reduced(reduce), logical.query, rule, source)
 
 
 def ask(state: StepState, rule: StepRule, dataset_norms: Callable[[], np.ndarray] | None = None) -> Query:

@@ -261,7 +261,7 @@ class LogicalStep:
         """The clip norms of the next physical batch: those of the first one."""
         return self.query.clip_norms if self.raw is None else self.raw.clip_norms
 
-    def add(self, clipped: ClippedGradients, num_examples: int, *, last: bool) -> RawSums:
+    def add(self, clipped: ClippedGradients, num_examples: int, *, last: bool = False) -> RawSums:
         """Add a physical batch, the last one or not; return the sums so far."""
         if self.raw is None:
             self.raw = raw_sums(clipped, num_examples, self.query, keep=not last)
