@@ -36,6 +36,44 @@ def write_idx(folder, *, train=40, test=15, side=28, zipped=True, **replaced):
     return folder
 
 
+def cifar_images(batch, *, images=6):
+    """The random pixels of a batch, [N, 3, 32, 32]; the last batch, 6, is that of the tests."""
+    return np.random.default_rng(batch).integers(0, 256, (images, 3, 32, 32), dtype=np.uint8)
+
+
+def cifar_labels(batch, *, images=6):
+    """The labels of a batch, [N]."""
+    return (np.arange(images, dtype=np.uint8) + batch) % 10
+
+
+def cifar_name(batch):
+    """The name of a batch's file, without its ending."""
+    return "test_batch" if batch == 6 else f"data_batch_{batch}"
+
+
+def write_cifar(folder, *, images=6):
+    """The binary batches of a small CIFAR-10."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for batch in range(1, 7):
+        pixels, labels = cifar_images(batch, images=images), cifar_labels(batch, images=images)
+        records = np.concatenate([labels[:, None], pixels.reshape(images, -1)], axis=1)
+        (folder / f"{cifar_name(batch)}.bin").write_bytes(records.tobytes())
+    return folder
+
+
+def write_mosaics(folder):
+    """The same images as mosaics of 2 rows of 3, and their labels."""
+    from PIL import Image
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for batch in range(1, 7):
+        mosaic = cifar_images(batch).reshape(2, 3, 3, 32, 32).transpose(0, 3, 1, 4, 2).reshape(64, 96, 3)
+        Image.fromarray(mosaic).save(folder / f"{cifar_name(batch)}.webp", lossless=True)
+    train = np.concatenate([cifar_labels(batch) for batch in range(1, 6)])
+    np.savez(folder / "labels.npz", train=train, test=cifar_labels(6))
+    return folder
+
+
 ADULT_ROW = (
     "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, "
     "United-States, <=50K"

@@ -9,10 +9,11 @@ def count(model):
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_the_cnn_is_that_of_tramer_and_boneh():
-    model = models.cnn()
-    assert count(model) == 26_010
-    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+def test_the_cnns_are_those_of_tramer_and_boneh():
+    small, large = models.mnist_cnn(), models.cifar_cnn()
+    assert (count(small), count(large)) == (26_010, 550_570)
+    assert small(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    assert large(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
 def test_a_fresh_model_follows_the_global_generator():

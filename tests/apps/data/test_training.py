@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from data.samples import flowers, write_adult, write_csv, write_idx, write_speeches
+from data.samples import flowers, write_adult, write_cifar, write_csv, write_idx, write_speeches
 from qclip.apps.data import load
 from qclip.thresholds import PrivateQuantile
 from qclip.training.make import make_private
@@ -20,6 +20,7 @@ TASKS = {
     "digits": lambda folder: load("digits"),
     "mnist": lambda folder: load("mnist", data_dir=write_idx(folder)),
     "fashion-mnist": lambda folder: load("fashion-mnist", data_dir=write_idx(folder)),
+    "cifar10": lambda folder: load("cifar10", data_dir=write_cifar(folder)),
     "adult": lambda folder: load("adult", data_dir=write_adult(folder)),
     "shakespeare": lambda folder: load("shakespeare", data_dir=write_speeches(folder, speeches=24)),
     "csv": lambda folder: load(str(write_csv(folder, flowers())), target="kind"),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from qclip import _validate as check
 from qclip.apps.data.adult import adult
+from qclip.apps.data.cifar import cifar10
 from qclip.apps.data.csv_file import csv_file
 from qclip.apps.data.images import digits, fashion_mnist, mnist
 from qclip.apps.data.task import Defaults, Task
@@ -12,7 +13,13 @@ from qclip.apps.data.text import shakespeare
 
 __all__ = ["NAMES", "Defaults", "Task", "load"]
 
-_FROM_FILES = {"mnist": mnist, "fashion-mnist": fashion_mnist, "adult": adult, "shakespeare": shakespeare}
+_FROM_FILES = {
+    "mnist": mnist,
+    "fashion-mnist": fashion_mnist,
+    "cifar10": cifar10,
+    "adult": adult,
+    "shakespeare": shakespeare,
+}
 NAMES = ("digits", *_FROM_FILES)
 """The data sets known by name."""
 

@@ -38,7 +38,8 @@ def find(
 
 def _existing(path: Path) -> Path | None:
     """Return the file with or without .gz; None where there is neither."""
-    return next((each for each in (path, path.with_suffix("")) if each.is_file()), None)
+    plain = path.with_name(path.name.removesuffix(".gz"))
+    return next((each for each in (path, plain) if each.is_file()), None)
 
 
 def read(path: Path) -> bytes:

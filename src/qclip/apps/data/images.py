@@ -6,19 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from qclip import _validate as check
 from qclip.apps.data import files, models
+from qclip.apps.data.pixels import NUM_CLASSES, Bytes, check_labels, labelled
 from qclip.apps.data.task import Defaults, Task, classifier, hold_out
 
 IDX_FILES = (
     "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz",
     "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz",
 )  # fmt: skip
-NUM_CLASSES = 10
 SIDE = 28
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 """The folder of Debian's package dataset-fashion-mnist."""
@@ -62,7 +60,7 @@ def _idx_task(name: str, paths: tuple[Path, ...], defaults: Defaults) -> Task:
     train, held_out = _pairs(*paths[:2]), _pairs(*paths[2:])
     shape = f"images of {SIDE} x {SIDE} pixels, {NUM_CLASSES} classes"
     description = f"{len(train)} {shape}, {len(held_out)} held out (the published test set)"
-    return classifier(name, train, held_out, models.cnn, defaults, description)
+    return classifier(name, train, held_out, models.mnist_cnn, defaults, description)
 
 
 def _pairs(image_file: Path, label_file: Path) -> TensorDataset:
@@ -73,28 +71,11 @@ def _pairs(image_file: Path, label_file: Path) -> TensorDataset:
             f"the images of {image_file} have shape {images.shape} instead of [N, {SIDE}, {SIDE}], the size of the "
             "model; take the files of MNIST or Fashion-MNIST"
         )
-    if len(images) != len(labels) or len(images) == 0:
-        raise check.Refusal(
-            f"{image_file.name} has {len(images)} images and {label_file.name} has {len(labels)} labels; the files "
-            "belong together: get both again"
-        )
-    if labels.max() >= NUM_CLASSES:
-        where = int(np.argmax(labels >= NUM_CLASSES))
-        name = f"label number {where} in {label_file}"
-        raise check.refuse(name, int(labels[where]), f"in 0 .. {NUM_CLASSES - 1}", "get the file again")
-    return TensorDataset(scaled(torch.from_numpy(images)).unsqueeze(1), torch.from_numpy(labels).long())
+    check_labels(labels, len(images), image_file=image_file.name, label_file=str(label_file))
+    return labelled(images[:, None], labels)
 
 
-def scaled(pixels: Tensor) -> Tensor:
-    """Scale bytes to [-1, 1] by constants.
-
-    >>> scaled(torch.tensor([0, 255], dtype=torch.uint8))
-    tensor([-1.,  1.])
-    """
-    return pixels.float() / 127.5 - 1
-
-
-def read_idx(path: Path, *, dimensions: int) -> NDArray[np.uint8]:
+def read_idx(path: Path, *, dimensions: int) -> Bytes:
     """Return the array in an idx file: two zeros, 8, the number of dimensions, big-endian lengths, the bytes."""
     raw = files.read(path)
     magic = bytes([0, 0, 8, dimensions])
