@@ -1,12 +1,13 @@
-"""The effect of a rare class on thresholds: held-out loss and AUC on synthetic tables, against a constant prediction.
+"""The effect of a rare class on thresholds: loss and AUC on fresh rows of synthetic tables, against a constant guess.
 
 Where most rows are easy, most gradients vanish, and a quantile below their share drives tau to zero. The rare rows then
 have no more influence than the others, and the model never predicts the rare class.
 """
 
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from scipy.stats import rankdata
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.apps.data import Task, load
+from qclip.apps.data.task import classification, scorer
 from qclip.thresholds import Constant, PrivateQuantile, Threshold
 from qclip.training.make import make_private
 
-SHARES = (0.017, 0.043, 0.095, 0.185, 0.297, 0.5)
+RANGES = {"age": "18:95", "weight": "30:150", "pressure": "60:220", "sugar": "2:16", "visits": "0:10", "days": "0:60"}
+"""What is publicly known of the numbers in the synthetic tables."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +38,56 @@ class RareClassRow:
     spread: float
     """Standard deviation of the loss over the seeds."""
     auc: float
+    auc_spread: float
     accuracy: float
     tau: float | None
 
 
+def risk_task(folder: Path, share: float, *, rows: int = 30_000, fresh_rows: int = 100_000) -> Task:
+    """Return the task of ``qclip train`` on a table of synthetic people, with every row used for training.
+
+    The scores are those of fresh rows from the same distribution.
+
+    Args:
+        folder: Folder to write the tables to.
+        share: Expected share of the rare class.
+        rows: Number of training rows.
+        fresh_rows: Number of rows to score on.
+    """
+    table, fresh = (
+        load(str(write_table(folder / f"{name}.csv", share, rows=count, seed=seed)), target="event", columns=RANGES)
+        for name, count, seed in (("risk", rows, 0), ("fresh", fresh_rows, 1))
+    )
+    held_out = _all_rows(fresh)
+    return replace(
+        table,
+        train=_all_rows(table),
+        held_out=held_out,
+        score=scorer(held_out, classification),
+        description=f"{rows} rows, {fresh_rows} fresh ones held out, {share:.1%} positives expected",
+    )
+
+
+def _all_rows(task: Task) -> TensorDataset:
+    return TensorDataset(*(torch.cat(parts) for parts in zip(*_tensors(task), strict=True)))
+
+
 def write_table(path: Path, share: float, *, rows: int = 30_000, seed: int = 0) -> Path:
-    """Write a .csv of synthetic people with 9 columns and an event that happens to about this share of them."""
+    """Write a .csv of synthetic people with 9 columns and an event that happens to about this share of them.
+
+    Tables of the same share are draws from the same distribution, whatever their size and seed.
+    """
+    check.between("share", share, 0, 1, "pass the expected share of the rare class, such as 0.02")
     rng = np.random.default_rng(seed)
-    columns: dict[str, Floats] = {
+    columns = _people(rng, rows)
+    columns["event"] = np.where(rng.random(rows) < _chance(_score(columns) + _intercept(share)), "yes", "no")
+    lines = (",".join(map(str, row)) for row in zip(*(values.tolist() for values in columns.values()), strict=True))
+    path.write_text("\n".join([",".join(columns), *lines]) + "\n", encoding="utf-8")
+    return path
+
+
+def _people(rng: np.random.Generator, rows: int) -> dict[str, Floats]:
+    return {
         "age": rng.uniform(18, 95, rows).round(1),
         "weight": rng.normal(75, 14, rows).round(1),
         "pressure": rng.normal(130, 18, rows).round(),
@@ -52,17 +98,24 @@ def write_table(path: Path, share: float, *, rows: int = 30_000, seed: int = 0) 
         "smoker": rng.choice(["never", "once", "now"], rows, p=[0.5, 0.3, 0.2]),
         "ward": rng.choice(list("ABCDEF"), rows),
     }
+
+
+def _score(columns: dict[str, Floats]) -> Floats:
+    """Return the log odds of the event up to a constant, [rows]."""
     weights = {"age": 0.05, "weight": 0.03, "pressure": 0.03, "sugar": 0.4, "visits": 0.5, "days": 0.12}
-    score = sum(weight * (columns[name] - columns[name].mean()) for name, weight in weights.items())
-    score = score + 0.4 * (columns["sex"] == "m") + 0.8 * (columns["smoker"] == "now")
-    low, high = -30.0, 30.0
+    numbers = sum(weight * columns[name] for name, weight in weights.items())
+    return numbers + 0.4 * (columns["sex"] == "m") + 0.8 * (columns["smoker"] == "now")
+
+
+@cache
+def _intercept(share: float) -> float:
+    """Return the constant at which the event happens to this share of 200,000 other people."""
+    score = _score(_people(np.random.default_rng(2), 200_000))
+    low, high = -60.0, 60.0
     while high - low > 1e-9:
         middle = (low + high) / 2
         low, high = (middle, high) if _chance(score + middle).mean() < share else (low, middle)
-    columns["event"] = np.where(rng.random(rows) < _chance(score + low), "yes", "no")
-    lines = (",".join(map(str, row)) for row in zip(*(values.tolist() for values in columns.values()), strict=True))
-    path.write_text("\n".join([",".join(columns), *lines]) + "\n", encoding="utf-8")
-    return path
+    return low
 
 
 def constant_loss(task: Task) -> float:
@@ -73,31 +126,38 @@ def constant_loss(task: Task) -> float:
 
 
 def compare(
-    out: Path, *, data_dir: Path | None = None, seeds: int = 3, say: Callable[[str], None] = print
+    out: Path,
+    *,
+    shares: Sequence[float],
+    data_dir: Path | None = None,
+    seeds: int = 5,
+    say: Callable[[str], None] = print,
 ) -> list[RareClassRow]:
-    """Run every method on every table at epsilon = 3, and write table.md.
+    """Run every method on every table at epsilon = 3, with the settings of ``qclip train``, and write table.md.
 
     Args:
         out: Folder to write to.
+        shares: Shares of the rare class in the synthetic tables.
         data_dir: Folder of the Adult files; without it, synthetic tables only.
-        seeds: Runs of each method, of 6 epochs (10 for Adult).
+        seeds: Runs of each method.
         say: Called with the progress.
     """
     out.mkdir(parents=True, exist_ok=True)
-    tasks = {f"{share:.1%}": load(str(write_table(out / "risk.csv", share)), target="event") for share in SHARES}
+    tables: dict[str, Callable[[], Task]] = {f"{share:.1%}": partial(risk_task, out, share) for share in shares}
     if data_dir is not None:
-        tasks["Adult"] = load("adult", data_dir=data_dir)
+        tables["Adult"] = partial(load, "adult", data_dir=data_dir)
     rows: list[RareClassRow] = []
-    for name, task in tasks.items():
-        rows += [RareClassRow(name, "a constant guess", constant_loss(task), 0.0, 0.5, _largest_share(task), None)]
-        rows += [_without_privacy(name, task)]
+    for name, build in tables.items():
+        task = build()
+        rows += [_constant_guess(name, task), _without_privacy(name, task)]
         tau = task.defaults.tau
         assert tau is not None
         thresholds: dict[str, Threshold[Any]] = {f"PrivateQuantile({p})": PrivateQuantile(p) for p in (0.7, 0.95, 0.99)}
         thresholds |= {"Constant(1)": Constant(1.0), "Constant(sqrt(columns + 1)), the default": Constant(tau)}
         for method, threshold in thresholds.items():
-            rows.append(_privately(name, task, method, threshold, epochs=10 if name == "Adult" else 6, seeds=seeds))
-            say(f"{name}  {method}: loss {rows[-1].loss:.4f}")
+            row = _privately(name, task, method, threshold, seeds=seeds)
+            rows.append(row)
+            say(f"{name}  {method}: loss {row.loss:.4f} ± {row.spread:.4f}, AUC {row.auc:.4f} ± {row.auc_spread:.4f}")
     (out / "table.md").write_text(table(rows))
     return rows
 
@@ -113,9 +173,7 @@ def table(rows: list[RareClassRow]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _privately(
-    name: str, task: Task, method: str, threshold: Threshold[Any], *, epochs: int, seeds: int
-) -> RareClassRow:
+def _privately(name: str, task: Task, method: str, threshold: Threshold[Any], *, seeds: int) -> RareClassRow:
     scores, taus = [], []
     for seed in range(seeds):
         model = task.build_model()
@@ -125,25 +183,34 @@ def _privately(
             task.train,
             loss=task.loss,
             batch_size=task.defaults.batch_size,
-            epochs=epochs,
+            epochs=task.defaults.epochs,
             epsilon=3.0,
             delta=1e-5,
             threshold=threshold,
             rescale_to_unit_norm=True,
             seed=seed,  # for reproducibility; leave it out for sensitive data
         )
-        for _ in range(epochs):
+        for _ in range(task.defaults.epochs):
             for x, y in training.loader:
                 training.step(x, y)
         scores.append(_measured(task, model))
         taus.append(training.history[-1].tau[0])
     losses, aucs, accuracies = zip(*scores, strict=True)
-    spread = statistics.stdev(losses) if seeds > 1 else 0.0
+    spread = statistics.stdev if seeds > 1 else lambda _: 0.0
     mean = statistics.mean
-    return RareClassRow(name, method, mean(losses), spread, mean(aucs), mean(accuracies), mean(taus))
+    return RareClassRow(
+        name, method, mean(losses), spread(losses), mean(aucs), spread(aucs), mean(accuracies), mean(taus)
+    )
+
+
+def _constant_guess(name: str, task: Task) -> RareClassRow:
+    held_out = _tensors(task)[1][1]
+    accuracy = max(torch.bincount(held_out).tolist()) / len(held_out)
+    return RareClassRow(name, "a constant guess", constant_loss(task), 0.0, 0.5, 0.0, accuracy, None)
 
 
 def _without_privacy(name: str, task: Task) -> RareClassRow:
+    """Return the scores of scikit-learn's logistic regression, fitted on the same inputs."""
     from sklearn.linear_model import LogisticRegression
 
     (inputs, targets), (held_inputs, held_targets) = _tensors(task)
@@ -151,9 +218,8 @@ def _without_privacy(name: str, task: Task) -> RareClassRow:
     scores = torch.from_numpy(fitted.predict_log_proba(held_inputs.numpy()))
     loss = nn.functional.nll_loss(scores, held_targets).item()
     accuracy = (scores.argmax(1) == held_targets).double().mean().item()
-    return RareClassRow(
-        name, "logistic regression, no privacy", loss, 0.0, auc(scores[:, 1], held_targets), accuracy, None
-    )
+    area = auc(scores[:, 1], held_targets)
+    return RareClassRow(name, "logistic regression, no privacy", loss, 0.0, area, 0.0, accuracy, None)
 
 
 def _measured(task: Task, model: nn.Module) -> tuple[float, float, float]:
@@ -174,11 +240,6 @@ def auc(scores: Tensor, targets: Tensor) -> float:
     count, others = int(positive.sum()), int((~positive).sum())
     ranks = rankdata(scores.double().numpy())[positive]
     return float((ranks.sum() - count * (count + 1) / 2) / (count * others))
-
-
-def _largest_share(task: Task) -> float:
-    held_out = _tensors(task)[1][1]
-    return max(torch.bincount(held_out).tolist()) / len(held_out)
 
 
 def _tensors(task: Task) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
