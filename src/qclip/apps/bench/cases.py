@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qclip import _validate as check
 from qclip.apps.bench import models
-from qclip.apps.data.models import cnn
+from qclip.apps.data.models import mnist_cnn
 
 Batch = tuple[Tensor, Tensor]
 """Inputs and targets."""
@@ -63,7 +63,7 @@ CASES = {
     case.name: case
     for case in (
         BenchCase("transformer", models.transformer, shape=(64,), classes=1000, batch=32, tokens=True),
-        BenchCase("cnn-28", cnn, shape=(1, 28, 28), classes=10, batch=256),
+        BenchCase("cnn-28", mnist_cnn, shape=(1, 28, 28), classes=10, batch=256),
         BenchCase("cnn-32", models.convolutions, shape=(3, 32, 32), classes=10, batch=64),
         BenchCase("mlp", partial(models.mlp, 512), shape=(784,), classes=10, batch=256),
         gpt2(128, 32),
