@@ -101,6 +101,44 @@ def write_speeches(folder, *, speeches=12):
     return folder
 
 
+def write_sst2(folder, *, lines=24, encoder=True):
+    """A training set and a development set in the format of GLUE, with a small encoder of random weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, count in (("train", lines), ("dev", lines // 3)):
+        text = "".join(f"a {('bad', 'good')[k % 2]} film {'film ' * (k % 4)}\t{k % 2}\n" for k in range(count))
+        (folder / f"{name}.tsv").write_text("sentence\tlabel\n" + text, encoding="utf-8")
+    if encoder:
+        write_encoder(folder / "all-minilm-l6-v2")
+    return folder
+
+
+def write_encoder(folder, *, dtype="float16", **options):
+    """The three files of a small BERT with random weights, which know the words of `write_sst2`."""
+    for package in ("transformers", "tokenizers", "peft"):
+        pytest.importorskip(package)
+    import safetensors.torch
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel
+
+    folder.mkdir(parents=True)
+    words = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "bad", "film", "good", "##s")
+    tokenizer = Tokenizer(models.WordPiece({word: k for k, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = BertConfig(
+        **{"vocab_size": len(words), "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2} | options,
+        intermediate_size=16, max_position_embeddings=64,
+    )  # fmt: skip
+    config.to_json_file(folder / "config.json", use_diff=False)
+    torch.manual_seed(0)
+    weights = BertModel(config).state_dict()
+    kept = {name: 5 * weight.to(getattr(torch, dtype)) for name, weight in weights.items()}
+    safetensors.torch.save_file(kept, folder / "model.safetensors")
+    return folder
+
+
 def write_csv(folder, text, name="table.csv"):
     """A file of comma-separated values."""
     path = folder / name

@@ -9,8 +9,18 @@ from qclip.apps.data import NAMES, load
 
 
 def test_unknown_names_are_refused_with_the_known_ones():
-    assert NAMES == ("digits", "mnist", "fashion-mnist", "cifar10", "adult", "shakespeare")
-    message = "name = 'cifar' must be one of 'digits', 'mnist', .*'shakespeare', or a path to a .csv or .csv.gz; check"
+    assert NAMES == (
+        "digits",
+        "mnist",
+        "fashion-mnist",
+        "cifar10",
+        "adult",
+        "shakespeare",
+        "sst2",
+        "sst2-lora",
+        "sst2-head",
+    )
+    message = "name = 'cifar' must be one of 'digits', 'mnist', .*'sst2-head', or a path to a .csv or .csv.gz; check"
     with pytest.raises(ValueError, match=message):
         load("cifar")
 

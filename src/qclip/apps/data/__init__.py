@@ -1,6 +1,7 @@
 """The data sets of the command line, each with its model."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from qclip import _validate as check
@@ -8,6 +9,7 @@ from qclip.apps.data.adult import adult
 from qclip.apps.data.cifar import cifar10
 from qclip.apps.data.csv_file import csv_file
 from qclip.apps.data.images import digits, fashion_mnist, mnist
+from qclip.apps.data.sst2 import sst2
 from qclip.apps.data.task import Defaults, Task
 from qclip.apps.data.text import shakespeare
 
@@ -19,6 +21,9 @@ _FROM_FILES = {
     "cifar10": cifar10,
     "adult": adult,
     "shakespeare": shakespeare,
+    "sst2": sst2,
+    "sst2-lora": partial(sst2, tuned="lora"),
+    "sst2-head": partial(sst2, tuned="head"),
 }
 NAMES = ("digits", *_FROM_FILES)
 """The data sets known by name."""

@@ -36,6 +36,22 @@ def cifar_cnn() -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 4 * 4, 128), nn.Tanh(), nn.Linear(128, 10))
 
 
+class TextClassifier(nn.Module):
+    """A linear model, zero at first, of the mean of an encoder's outputs over the tokens that are not padding (0)."""
+
+    def __init__(self, encoder: nn.Module, width: int, classes: int) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = linear(width, classes)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the scores of the classes, [B, classes], from token ids [B, T]."""
+        mask = ids != 0
+        outputs = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        weights = mask.unsqueeze(-1).to(outputs.dtype)
+        return self.head((outputs * weights).sum(1) / weights.sum(1).clamp(min=1))
+
+
 class CausalTransformer(nn.Module):
     """A small causal language model over a fixed alphabet, with learned positions."""
 

@@ -35,7 +35,7 @@ class Settings:
     """
 
     data: Annotated[str | None, _option("NAME|PATH.csv", "digits")] = None
-    """digits, mnist, fashion-mnist, cifar10, adult, shakespeare, or the path of a table in a .csv file."""
+    """digits, mnist, fashion-mnist, cifar10, adult, shakespeare, sst2 (sst2-lora, sst2-head), or the path of a .csv."""
     data_dir: Annotated[Path | None, _option("DIR")] = None
     """Folder of the data set's files; digits need none."""
     target: Annotated[str | None, _option("COLUMN")] = None
