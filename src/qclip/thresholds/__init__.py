@@ -1,5 +1,6 @@
 """Thresholds: the clip norms of each step. Each is an immutable description; the run keeps its state."""
 
+from qclip.thresholds.balanced import BalancedThreshold
 from qclip.thresholds.constant import Constant
 from qclip.thresholds.exact_quantile import ExactQuantile
 from qclip.thresholds.geometric_quantile import GeometricQuantile
@@ -11,6 +12,7 @@ from qclip.thresholds.threshold import Answer, Conditions, Count, Question, Slac
 
 __all__ = [
     "Answer",
+    "BalancedThreshold",
     "Conditions",
     "Constant",
     "Count",

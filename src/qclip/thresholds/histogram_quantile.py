@@ -1,7 +1,6 @@
 """A quantile of a noisy histogram of the norms around tau."""
 
 import math
-from bisect import bisect_left
 from dataclasses import KW_ONLY, dataclass
 from typing import TypedDict
 
@@ -12,11 +11,10 @@ from qclip import _validate as check
 from qclip import accounting
 from qclip._validate import Floats
 from qclip.schedules import Schedule
+from qclip.thresholds._lattice import OUTERMOST, Lattice, shifted
 from qclip.thresholds._motion import NORMAL, attainable, check_range, clamp, gain, level, plausible
-from qclip.thresholds.threshold import Answer, Conditions, Count, Question, RawAccess, Threshold, check_ahead
+from qclip.thresholds.threshold import Answer, Conditions, Question, RawAccess, Threshold, check_ahead
 
-OUTERMOST = 1e30
-"""The last bin ends here: every finite norm is in some bin, so that the fractions add up to 1."""
 PRIOR_STD = 0.2
 """Assumed standard deviation of the first guess of a fraction, from a log-normal distribution around tau."""
 
@@ -90,9 +88,9 @@ class HistogramQuantile(Threshold[State]):
         The standard deviation of the noise on the fraction within a radius may be up to 1, the whole batch, and
         10 min(p, 1 - p).
         """
-        bound = Count(((1.0,) * (self.radii + 2),) * len(conditions.dims), 1 / (self.radii + 2)).l2_bound
+        bound = self._lattice.count([(0, 1.0)] * len(conditions.dims)).l2_bound
         counts = accounting.split(conditions.noise_multiplier, self.noise_share).counts
-        noise = counts * bound * _spread(self.radii + 2) / conditions.batch_size
+        noise = counts * bound * self._lattice.spread / conditions.batch_size
         check_ahead(lambda step: attainable(level(self.p, step), noise, conditions), conditions.num_steps)
 
     def start(self, num_groups: int) -> State:
@@ -107,8 +105,7 @@ class HistogramQuantile(Threshold[State]):
 
     def ask(self, state: State, step: int) -> Question:
         """Count the norms between the radii, tau among them."""
-        radii = tuple((*sorted((*self._lattice(group["lowest"]), group["tau"])), OUTERMOST) for group in state)
-        return Question(Count(radii, 1 / (self.radii + 2)))
+        return Question(self._lattice.count((group["lowest"], group["tau"]) for group in state))
 
     def unclipped(self, state: State, step: int, answer: Answer) -> tuple[float, ...]:
         """Return the fraction counted within tau."""
@@ -117,7 +114,7 @@ class HistogramQuantile(Threshold[State]):
     def update(self, state: State, step: int, answer: Answer) -> State:
         """Add the counts to the histogram and move tau to its quantile."""
         p = level(self.p, step)
-        std = math.hypot(answer.bins_std * _spread(self.radii + 2), 0.5 / math.sqrt(answer.batch_size))
+        std = math.hypot(answer.bins_std * self._lattice.spread, 0.5 / math.sqrt(answer.batch_size))
         return tuple(
             self._next(group, p, *self._read(group, bins), std)
             for group, bins in zip(state, answer.noisy_bins, strict=True)
@@ -156,12 +153,8 @@ class HistogramQuantile(Threshold[State]):
         return tuple(smoothed), tuple(steps + 1 for steps in seen)
 
     def _read(self, group: HistogramGroup, bins: tuple[float, ...]) -> tuple[list[float], float]:
-        """Return the fractions within the radii, and within tau; the bins are shifted so that they add up to 1."""
-        excess = (sum(bins) - 1) / len(bins)
-        fractions = np.cumsum([value - excess for value in bins]).tolist()
-        place = bisect_left(self._lattice(group["lowest"]), group["tau"])
-        at_tau = fractions.pop(place)
-        return fractions[:-1], at_tau
+        """Return the fractions within the radii, and within tau."""
+        return self._lattice.read(group["lowest"], group["tau"], bins)
 
     def _scores(self, within: tuple[float, ...], p: float) -> list[float]:
         """Return the monotone fractions as normal scores: a straight line in log radius for log-normal norms."""
@@ -174,28 +167,24 @@ class HistogramQuantile(Threshold[State]):
         shift = lowest - group["lowest"]
         if abs(shift) <= 2:
             return group
-        guess, within_before = self._guess(group["tau"], lowest, p), group["within"]
-        gone = min(abs(shift), self.radii)
-        if shift > 0:
-            within = (*within_before[gone:], *(max(value, within_before[-1]) for value in guess[-gone:]))
-            seen = (*group["seen"][gone:], *(0,) * gone)
-        else:
-            within = (*(min(value, within_before[0]) for value in guess[:gone]), *within_before[:-gone])
-            seen = (*(0,) * gone, *group["seen"][:-gone])
-        return HistogramGroup(tau=group["tau"], lowest=lowest, within=within, seen=seen, miss=group["miss"])
+        guess, before = self._guess(group["tau"], lowest, p), group["within"]
+        below, above = [min(value, before[0]) for value in guess], [max(value, before[-1]) for value in guess]
+        return HistogramGroup(
+            tau=group["tau"],
+            lowest=lowest,
+            within=shifted(before, shift, below, above),
+            seen=shifted(group["seen"], shift, unseen := (0,) * self.radii, unseen),
+            miss=group["miss"],
+        )
 
     def _lowest(self, tau: float) -> int:
         return round(math.log(tau) / self.spacing - (self.radii - 1) / 2)
 
-    def _lattice(self, lowest: int) -> list[float]:
-        return [math.exp(self.spacing * (lowest + place)) for place in range(self.radii)]
+    @property
+    def _lattice(self) -> Lattice:
+        return Lattice(self.radii, self.spacing)
 
     def _guess(self, tau: float, lowest: int, p: float) -> tuple[float, ...]:
         """Return the fractions of log-normal norms with unit spread whose p-quantile is tau."""
         score = NORMAL.inv_cdf(p) - math.log(tau)
         return tuple(NORMAL.cdf(score + self.spacing * (lowest + place)) for place in range(self.radii))
-
-
-def _spread(bins: int) -> float:
-    """Return a bound on the noise of a sum of bins that add up to 1, relative to that of one bin."""
-    return math.sqrt(bins) / 2

@@ -111,6 +111,8 @@ class Answer:
     """The expected batch size: the fractions also vary because the batch is a sample."""
     clip_norms: tuple[float, ...] = ()
     """The clip norms of the step; only for thresholds that are not private, and optional."""
+    noise_power: tuple[float, ...] = ()
+    """The expected squared norm of the noise on each group's mean gradient, over its squared clip norm: public."""
 
     def __post_init__(self) -> None:
         if not self.within_std:
@@ -156,6 +158,10 @@ class Threshold(ABC, Generic[S]):
     @abstractmethod
     def noise_share(self) -> float:
         """The growth of the gradient's noise that pays for the counts: 0.01 is 1 %; 0 without paid counts."""
+
+    def share(self, num_parameters: int) -> float:
+        """Return the noise share in a model of this size; by default `noise_share`."""
+        return self.noise_share
 
     @abstractmethod
     def check(self, conditions: Conditions) -> None:

@@ -69,16 +69,17 @@ class PrivateTraining:
         self._evaluation, self._step_size, self._physical_batch_size = evaluation, step_size, physical_batch_size
         self._is_compiled = compiled is not None
         members = engine.groups.members
+        dims = group_dims(engine.parameters, members, len(engine.groups))
         self._rule = StepRule(
             threshold=threshold,
             members={Key("gradient", name): group for name, group in members.items()},
-            dims=group_dims(engine.parameters, members, len(engine.groups)),
+            dims=dims,
             dtypes={Key("gradient", name): parameter.dtype for name, parameter in engine.parameters.items()},
             batch_size=plan.batch_size,
-            noise=accounting.split(plan.noise_multiplier, threshold.noise_share),
+            noise=accounting.split(plan.noise_multiplier, threshold.share(sum(dims))),
             rescale_to_unit_norm=rescale_to_unit_norm,
         )
-        threshold.check(Conditions(plan.batch_size, plan.num_steps, plan.noise_multiplier, self._rule.dims))
+        threshold.check(Conditions(plan.batch_size, plan.num_steps, plan.noise_multiplier, dims))
         self._threshold_state = threshold.start(len(engine.groups))
         self._records: list[StepRecord] = []
         self._history = History(self._records)

@@ -145,4 +145,5 @@ def _answer(noisy: NoisySum, counts: NoisySum | None, raw: RawSums, query: Query
         within_std = tuple(tuple(std / a / B for a in row) for _, row, std in rows)
     bins_std = 0.0 if counts is None else counts.stds[0] / B
     raw_norms = np.concatenate(raw.norms) if query.keep_norms else None
-    return Answer(bins, within, raw_norms, bins_std, within_std, B, raw.clip_norms)
+    power = tuple(d * (std / B / tau) ** 2 for d, std, tau in zip(query.dims, noisy.stds, raw.clip_norms, strict=True))
+    return Answer(bins, within, raw_norms, bins_std, within_std, B, raw.clip_norms, power)

@@ -1,0 +1,70 @@
+"""A lattice of radii on a logarithmic scale, and histograms of norms between them."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from qclip.thresholds.threshold import Count
+
+T = TypeVar("T")
+OUTERMOST = 1e30
+"""The last bin ends here: every finite norm is in some bin, so that the fractions add up to 1."""
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """Radii ``exp(spacing * place)`` at ``size`` consecutive places, from a lowest one that moves with tau.
+
+    >>> [round(radius, 3) for radius in Lattice(3, 0.5).radii(-1)]
+    [0.607, 1.0, 1.649]
+    """
+
+    size: int
+    spacing: float
+
+    @property
+    def num_bins(self) -> int:
+        """The number of bins: between the radii and tau, below the first and above the last of them."""
+        return self.size + 2
+
+    @property
+    def spread(self) -> float:
+        """A bound on the noise of a sum of bins that add up to 1, relative to that of one bin."""
+        return math.sqrt(self.num_bins) / 2
+
+    def radii(self, lowest: int) -> list[float]:
+        """Return the radii from the lowest place on."""
+        return [math.exp(self.spacing * (lowest + place)) for place in range(self.size)]
+
+    def count(self, groups: Iterable[tuple[int, float]]) -> Count:
+        """Return the question for the norms between the radii, with tau among them, for each group's lowest place."""
+        radii = tuple((*sorted((*self.radii(lowest), tau)), OUTERMOST) for lowest, tau in groups)
+        return Count(radii, 1 / self.num_bins)
+
+    def read(self, lowest: int, tau: float, bins: Sequence[float]) -> tuple[list[float], float]:
+        """Return the fractions within the radii, and within tau; the bins are shifted so that they add up to 1."""
+        excess = (sum(bins) - 1) / len(bins)
+        fractions = np.cumsum([value - excess for value in bins]).tolist()
+        at_tau = fractions.pop(bisect_left(self.radii(lowest), tau))
+        return fractions[:-1], at_tau
+
+
+def shifted(values: Sequence[T], places: int, below: Sequence[T], above: Sequence[T]) -> tuple[T, ...]:
+    """Move a window over a lattice up by ``places``, or down where negative.
+
+    Args:
+        values: A value for each radius of the window.
+        places: The number of places.
+        below: Values for all radii of the new window; its first ones are new after a move down.
+        above: The same; its last ones are new after a move up.
+
+    >>> shifted("abcd", 1, "wxyz", "WXYZ"), shifted("abcd", -2, "wxyz", "WXYZ"), shifted("abcd", 9, "wxyz", "WXYZ")
+    (('b', 'c', 'd', 'Z'), ('w', 'x', 'a', 'b'), ('W', 'X', 'Y', 'Z'))
+    """
+    new = min(abs(places), len(values))
+    kept = len(values) - new
+    return (*values[new:], *above[kept:]) if places > 0 else (*below[:new], *values[:kept])

@@ -1,0 +1,213 @@
+"""The threshold that balances the noise it costs against the bias it causes: no quantile to choose."""
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from typing import TypedDict
+
+import numpy as np
+from scipy.optimize import isotonic_regression
+
+from qclip import _validate as check
+from qclip import accounting
+from qclip._validate import Floats
+from qclip.thresholds._lattice import Lattice, shifted
+from qclip.thresholds._motion import attainable, check_range, clamp, plausible
+from qclip.thresholds.threshold import Answer, Conditions, Question, RawAccess, Threshold
+
+LATTICE = Lattice(18, 0.4)
+"""It spans a factor of 900. Wider, and its radii are seen for longer; narrower, and rare long gradients are beyond."""
+FIRST_PLACE = 6
+"""The place of tau on a new lattice: most radii lie above, where the bias is measured."""
+PLACES = (2, 10)
+"""The lattice stays while tau is between these places: a radius that leaves it loses its average."""
+NOISE_WEIGHT = 0.3
+"""The weight of the noise against the bias: gamma L in the theorem, where gamma is the step size and L the smoothness.
+
+The noise of a step is averaged with that of its neighbours, the bias is not; 0.1 to 1 made no difference on networks,
+and 0.3 leaves a class of 1 % more of its gradients than 1 does.
+"""
+LEAST_NOISE = 1e-5
+"""The noise is taken to be at least this part of the squared threshold: without any, nothing would hold tau back."""
+DOUBT = 1.0
+"""Fractions above a radius count as far as they exceed this many standard deviations of their own noise."""
+SLOWEST, FASTEST = 0.02, 0.1
+"""Bounds on the rate at which the histogram forgets."""
+RATE = 0.1
+"""The part of the distance to the best threshold that log tau moves in a step, after the first ones."""
+FINE = 8
+"""Candidates for tau per place of the lattice."""
+SMALL_MODEL_SHARE = 10.0
+"""Noise share times parameters of a small model."""
+
+
+class BalancedGroup(TypedDict):
+    """The state of a group."""
+
+    tau: float
+    lowest: int
+    """The place of the first radius on the lattice."""
+    within: tuple[float, ...]
+    """The smoothed fraction of norms within each radius."""
+    seen: tuple[int, ...]
+    """The number of steps in each of them."""
+
+
+State = tuple[BalancedGroup, ...]
+"""One entry per group."""
+
+
+@dataclass(frozen=True)
+class BalancedThreshold(Threshold[State]):
+    """Clip each group where the noise of a larger threshold would cost as much as its smaller bias would save.
+
+    >>> norms = [1.0] * 90 + [20.0] * 10  # a tenth of the gradients are long
+    >>> def learnt(noise_power, threshold=BalancedThreshold()):
+    ...     state = threshold.start(1)
+    ...     for step in range(100):
+    ...         edges = (0.0, *threshold.ask(state, step).count.radii[0])
+    ...         bins = tuple((np.histogram(norms, edges)[0] / len(norms)).tolist())
+    ...         state = threshold.update(state, step, Answer((bins,), noise_power=(noise_power,)))
+    ...     return round(threshold.clip_norms(state, 100)[0], 1)
+    >>> learnt(noise_power=0.001), learnt(noise_power=0.1), learnt(noise_power=10.0)
+    (20.1, 5.0, 0.8)
+
+    For a threshold tau, the mean gradient of a step carries
+
+    - noise of power ``S tau^2``, where S = d z^2 / B^2 is public: parameters d, noise multiplier z, batch size B;
+    - a bias of at most R(tau), the mean of ``max(norm - tau, 0)``: the length that clipping takes away.
+
+    Tau follows the minimum of ``0.3 S tau^2 + R(tau)^2``. So there is no quantile to choose: with much noise most
+    examples are clipped, with little noise hardly any, and a few long gradients among many short ones, as those of a
+    rare class, keep tau up. A quantile would follow the short ones.
+
+    - R is read off a smoothed noisy histogram of the norms, in 20 bins of log radius around tau.
+    - Without noise, tau is where about 0.3 % of the length is clipped.
+
+    Args:
+        initial: Tau at the first step. It crosses a factor of 100 in a few steps.
+        noise_share: Cost of the histogram, as growth of the gradient's noise. A model of fewer than 1000 parameters
+            pays 10 over their number, but at most 0.1: its noise is small, and so is the bias to measure.
+        tau_min: Lower bound of tau.
+        tau_max: Upper bound of tau.
+    """
+
+    _: KW_ONLY
+    initial: float = 0.1
+    noise_share: float = 0.01
+    tau_min: float = 1e-6
+    tau_max: float = 1e6
+
+    def __post_init__(self) -> None:
+        check.positive("noise_share", self.noise_share, "0.01 lets the gradient's noise grow by 1 %")
+        check_range(self.initial, self.tau_min, self.tau_max)
+        check.between("tau_max", self.tau_max, 0, 1e20, "a wider histogram would overflow")
+
+    @property
+    def raw_access(self) -> RawAccess:
+        """None: tau depends on noisy counts only."""
+        return "none"
+
+    def share(self, num_parameters: int) -> float:
+        """Return ``noise_share``, or more for a small model."""
+        return max(self.noise_share, min(0.1, SMALL_MODEL_SHARE / num_parameters))
+
+    def check(self, conditions: Conditions) -> None:
+        """Refuse noise that is too large for the histogram.
+
+        The standard deviation of the noise on the fraction within a radius may be up to 1, the whole batch.
+        """
+        bound = LATTICE.count([(0, 1.0)] * len(conditions.dims)).l2_bound
+        counts = accounting.split(conditions.noise_multiplier, self.share(sum(conditions.dims))).counts
+        attainable(0.5, counts * bound * LATTICE.spread / conditions.batch_size, conditions)
+
+    def start(self, num_groups: int) -> State:
+        """Return the initial tau of each group, with an empty histogram."""
+        tau = float(self.initial)
+        group = BalancedGroup(tau=tau, lowest=_lowest(tau), within=(), seen=())
+        return tuple(group.copy() for _ in range(num_groups))
+
+    def clip_norms(self, state: State, step: int, raw_norms: Floats | None = None) -> tuple[float, ...]:
+        """Return the tau of each group."""
+        return tuple(group["tau"] for group in state)
+
+    def ask(self, state: State, step: int) -> Question:
+        """Count the norms between the radii, tau among them."""
+        return Question(LATTICE.count((group["lowest"], group["tau"]) for group in state))
+
+    def unclipped(self, state: State, step: int, answer: Answer) -> tuple[float, ...]:
+        """Return the fraction counted within tau."""
+        return tuple(
+            LATTICE.read(group["lowest"], group["tau"], bins)[1]
+            for group, bins in zip(state, answer.noisy_bins, strict=True)
+        )
+
+    def update(self, state: State, step: int, answer: Answer) -> State:
+        """Add the counts to the histogram and move tau towards the best threshold."""
+        powers = answer.noise_power or (0.0,) * len(state)
+        return tuple(
+            self._next(group, bins, answer.bins_std, NOISE_WEIGHT * power + LEAST_NOISE)
+            for group, bins, power in zip(state, answer.noisy_bins, powers, strict=True)
+        )
+
+    def _next(self, group: BalancedGroup, bins: tuple[float, ...], std: float, power: float) -> BalancedGroup:
+        noisy, _ = LATTICE.read(group["lowest"], group["tau"], bins)
+        noise = std * LATTICE.spread
+        # The bias to be measured is about sqrt(power) tau: the larger that is, the less averaging it takes.
+        forgetting = clamp(0.01 * math.sqrt(power) / noise, SLOWEST, FASTEST) if noise > 0 else FASTEST
+        before, steps = group["within"] or (0.5,) * LATTICE.size, group["seen"] or (0,) * LATTICE.size
+        within = tuple(
+            old + max(forgetting, 1 / (1 + n)) * (plausible(new, noise) - old)
+            for old, new, n in zip(before, noisy, steps, strict=True)
+        )
+        seen = tuple(n + 1 for n in steps)
+        best = _best(group["lowest"], within, std * _relative_noise(seen, forgetting), power)
+        rate = max(RATE, 1 / (1 + sorted(seen)[LATTICE.size // 2] / 2))
+        tau = math.exp((1 - rate) * math.log(group["tau"]) + rate * math.log(best))
+        return _recentred(group | BalancedGroup(tau=clamp(tau, self.tau_min, self.tau_max), within=within, seen=seen))
+
+
+def excess(radii: Floats, beyond: Floats) -> Floats:
+    """Return the mean excess of norms over each radius, from the fraction beyond each radius.
+
+    It is the integral of the fraction beyond, by trapezoids; norms beyond the last radius count as one place longer.
+    """
+    pieces = np.diff(radii) * (beyond[1:] + beyond[:-1]) / 2
+    last = beyond[-1] * radii[-1] * math.expm1(LATTICE.spacing)
+    return np.append(np.cumsum(pieces[::-1])[::-1], 0.0) + last
+
+
+def _best(lowest: int, within: tuple[float, ...], std: Floats, power: float) -> float:
+    """Return the threshold with the least noise and bias; fractions in doubt count as 0."""
+    certain = np.clip(isotonic_regression(within).x + DOUBT * std, 0.0, 1.0)
+    places = np.linspace(0, LATTICE.size - 1, (LATTICE.size - 1) * FINE + 1)
+    beyond = 1 - np.interp(places, np.arange(LATTICE.size), np.maximum.accumulate(certain))
+    radii = np.exp(LATTICE.spacing * (lowest + places))
+    return float(radii[np.argmin(power * radii**2 + excess(radii, beyond) ** 2)])
+
+
+def _relative_noise(seen: tuple[int, ...], forgetting: float) -> Floats:
+    """Return the noise of each smoothed fraction beyond a radius, relative to that of one bin in one step."""
+    bins_beyond = np.arange(LATTICE.size, 0, -1) + 1
+    averaged = np.maximum(1 / np.array(seen), forgetting / (2 - forgetting))
+    return np.sqrt(averaged * bins_beyond * (1 - bins_beyond / LATTICE.num_bins))
+
+
+def _lowest(tau: float) -> int:
+    return round(math.log(tau) / LATTICE.spacing) - FIRST_PLACE
+
+
+def _recentred(group: BalancedGroup) -> BalancedGroup:
+    """Move the lattice by whole places if tau is near an end of it."""
+    low, high = PLACES
+    if low <= math.log(group["tau"]) / LATTICE.spacing - group["lowest"] <= high:
+        return group
+    lowest, before = _lowest(group["tau"]), group["within"]
+    unseen = (0,) * LATTICE.size
+    below, above = (before[0],) * LATTICE.size, (before[-1],) * LATTICE.size
+    places = lowest - group["lowest"]
+    return BalancedGroup(
+        tau=group["tau"],
+        lowest=lowest,
+        within=shifted(before, places, below, above),
+        seen=shifted(group["seen"], places, unseen, unseen),
+    )
