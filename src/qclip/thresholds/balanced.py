@@ -141,55 +141,96 @@ class BalancedThreshold(Threshold[State]):
             for group, bins in zip(state, answer.noisy_bins, strict=True)
         )
 
+    def clipped_length(self, state: State, step: int, answer: Answer) -> tuple[float, ...]:
+        """Return the mean excess over tau in the histogram after this step, in units of tau."""
+        histograms = zip(state, self._histograms(state, answer), strict=True)
+        return tuple(histogram.excess_over(group["tau"]) / group["tau"] for group, histogram in histograms)
+
     def update(self, state: State, step: int, answer: Answer) -> State:
         """Add the counts to the histogram and move tau towards the best threshold."""
-        powers = answer.noise_power or (0.0,) * len(state)
+        histograms = self._histograms(state, answer)
+        powers = _powers(state, answer)
         return tuple(
-            self._next(group, bins, answer.bins_std, NOISE_WEIGHT * power + LEAST_NOISE)
+            self._next(group, histogram, power)
+            for group, histogram, power in zip(state, histograms, powers, strict=True)
+        )
+
+    def _histograms(self, state: State, answer: Answer) -> "list[Histogram]":
+        powers = _powers(state, answer)
+        return [
+            _smoothed(group, bins, answer.bins_std, power)
             for group, bins, power in zip(state, answer.noisy_bins, powers, strict=True)
+        ]
+
+    def _next(self, group: BalancedGroup, histogram: "Histogram", power: float) -> BalancedGroup:
+        rate = max(RATE, 1 / (1 + sorted(histogram.seen)[LATTICE.size // 2] / 2))
+        tau = math.exp((1 - rate) * math.log(group["tau"]) + rate * math.log(histogram.best(power)))
+        return _recentred(
+            BalancedGroup(
+                tau=clamp(tau, self.tau_min, self.tau_max),
+                lowest=histogram.lowest,
+                within=histogram.within,
+                seen=histogram.seen,
+            )
         )
 
-    def _next(self, group: BalancedGroup, bins: tuple[float, ...], std: float, power: float) -> BalancedGroup:
-        noisy, _ = LATTICE.read(group["lowest"], group["tau"], bins)
-        noise = std * LATTICE.spread
-        # The bias to be measured is about sqrt(power) tau: the larger that is, the less averaging it takes.
-        forgetting = clamp(0.01 * math.sqrt(power) / noise, SLOWEST, FASTEST) if noise > 0 else FASTEST
-        before, steps = group["within"] or (0.5,) * LATTICE.size, group["seen"] or (0,) * LATTICE.size
-        within = tuple(
-            old + max(forgetting, 1 / (1 + n)) * (plausible(new, noise) - old)
-            for old, new, n in zip(before, noisy, steps, strict=True)
-        )
-        seen = tuple(n + 1 for n in steps)
-        best = _best(group["lowest"], within, std * _relative_noise(seen, forgetting), power)
-        rate = max(RATE, 1 / (1 + sorted(seen)[LATTICE.size // 2] / 2))
-        tau = math.exp((1 - rate) * math.log(group["tau"]) + rate * math.log(best))
-        return _recentred(group | BalancedGroup(tau=clamp(tau, self.tau_min, self.tau_max), within=within, seen=seen))
+
+@dataclass(frozen=True)
+class Histogram:
+    """A smoothed histogram of norms."""
+
+    lowest: int
+    within: tuple[float, ...]
+    seen: tuple[int, ...]
+    noise: Floats
+    """The standard deviation of the noise of each fraction beyond a radius."""
+
+    def best(self, power: float) -> float:
+        """Return the threshold with the least sum of noise and squared bias."""
+        radii, excess = self._excess()
+        return float(radii[np.argmin(power * radii**2 + excess**2)])
+
+    def excess_over(self, tau: float) -> float:
+        """Return the mean excess of the norms over tau."""
+        radii, excess = self._excess()
+        return float(np.interp(tau, radii, excess))
+
+    def _excess(self) -> tuple[Floats, Floats]:
+        """Return a fine grid of radii and the mean excess over each: the integral of the fraction beyond it.
+
+        Fractions in doubt count as 0. Norms beyond the last radius count as one place longer.
+        """
+        certain = np.clip(isotonic_regression(self.within).x + DOUBT * self.noise, 0.0, 1.0)
+        places = np.linspace(0, LATTICE.size - 1, (LATTICE.size - 1) * FINE + 1)
+        beyond = 1 - np.interp(places, np.arange(LATTICE.size), np.maximum.accumulate(certain))
+        radii = np.exp(LATTICE.spacing * (self.lowest + places))
+        pieces = np.diff(radii) * (beyond[1:] + beyond[:-1]) / 2
+        last = beyond[-1] * radii[-1] * math.expm1(LATTICE.spacing)
+        return radii, np.append(np.cumsum(pieces[::-1])[::-1], 0.0) + last
 
 
-def excess(radii: Floats, beyond: Floats) -> Floats:
-    """Return the mean excess of norms over each radius, from the fraction beyond each radius.
-
-    It is the integral of the fraction beyond, by trapezoids; norms beyond the last radius count as one place longer.
-    """
-    pieces = np.diff(radii) * (beyond[1:] + beyond[:-1]) / 2
-    last = beyond[-1] * radii[-1] * math.expm1(LATTICE.spacing)
-    return np.append(np.cumsum(pieces[::-1])[::-1], 0.0) + last
+def _powers(state: State, answer: Answer) -> list[float]:
+    """Return the weighted noise power of each group."""
+    return [NOISE_WEIGHT * power + LEAST_NOISE for power in answer.noise_power or (0.0,) * len(state)]
 
 
-def _best(lowest: int, within: tuple[float, ...], std: Floats, power: float) -> float:
-    """Return the threshold with the least noise and bias; fractions in doubt count as 0."""
-    certain = np.clip(isotonic_regression(within).x + DOUBT * std, 0.0, 1.0)
-    places = np.linspace(0, LATTICE.size - 1, (LATTICE.size - 1) * FINE + 1)
-    beyond = 1 - np.interp(places, np.arange(LATTICE.size), np.maximum.accumulate(certain))
-    radii = np.exp(LATTICE.spacing * (lowest + places))
-    return float(radii[np.argmin(power * radii**2 + excess(radii, beyond) ** 2)])
-
-
-def _relative_noise(seen: tuple[int, ...], forgetting: float) -> Floats:
-    """Return the noise of each smoothed fraction beyond a radius, relative to that of one bin in one step."""
+def _smoothed(group: BalancedGroup, bins: tuple[float, ...], std: float, power: float) -> Histogram:
+    """Return the histogram of a group, averaged with the counts of this step."""
+    noisy, _ = LATTICE.read(group["lowest"], group["tau"], bins)
+    noise = std * LATTICE.spread
+    # The bias to be measured is about sqrt(power) tau: the larger that is, the less averaging it takes.
+    forgetting = clamp(0.01 * math.sqrt(power) / noise, SLOWEST, FASTEST) if noise > 0 else FASTEST
+    before, steps = group["within"] or (0.5,) * LATTICE.size, group["seen"] or (0,) * LATTICE.size
+    within = tuple(
+        old + max(forgetting, 1 / (1 + n)) * (plausible(new, noise) - old)
+        for old, new, n in zip(before, noisy, steps, strict=True)
+    )
+    seen = tuple(n + 1 for n in steps)
+    # A fraction beyond a radius is a sum of bins less its share of their total, which is known to be 1.
     bins_beyond = np.arange(LATTICE.size, 0, -1) + 1
     averaged = np.maximum(1 / np.array(seen), forgetting / (2 - forgetting))
-    return np.sqrt(averaged * bins_beyond * (1 - bins_beyond / LATTICE.num_bins))
+    relative = np.sqrt(averaged * bins_beyond * (1 - bins_beyond / LATTICE.num_bins))
+    return Histogram(group["lowest"], within, seen, std * relative)
 
 
 def _lowest(tau: float) -> int:

@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, overload
 
 from torch import nn
@@ -20,14 +20,19 @@ class StepRecord:
     """The noisy fraction of unclipped examples in each group; empty if the threshold does not estimate it."""
     step_size: float
     """The learning rate of the first optimizer's first group; over the clip norm with ``rescale_to_unit_norm``."""
+    noise_power: tuple[float, ...] = ()
+    """The expected squared norm of the noise on each group's mean gradient, over its squared clip norm: public."""
+    clipped_length: tuple[float, ...] = ()
+    """The mean length that clipping takes from a gradient, over the clip norm; empty if not estimated."""
     lost: tuple[str, ...] = ()
     """The groups whose threshold counts as lost after this step (`qclip.training.lost_threshold`)."""
 
 
 def record_of(row: Mapping[str, Any]) -> StepRecord:
     """Return the record that a checkpoint stores as plain data."""
-    lost = row.get("lost", ())  # older checkpoints do not have it
-    return StepRecord(row["step"], tuple(row["tau"]), tuple(row["noisy_unclipped"]), row["step_size"], tuple(lost))
+    known = {field.name for field in fields(StepRecord)}  # older checkpoints have fewer
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items() if name in known}
+    return StepRecord(**given)
 
 
 class History(Sequence[StepRecord]):

@@ -1,7 +1,7 @@
 """`make_private`: the differentially private training of a PyTorch model."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -17,6 +17,7 @@ from qclip.engine.groups import GroupSpec
 from qclip.schedules import Schedule
 from qclip.thresholds import PrivateQuantile, Threshold
 from qclip.thresholds.threshold import at, check_ahead
+from qclip.training.auto_step_size import AutoStepSize, require_sgd
 from qclip.training.clipper import Evaluation
 from qclip.training.dataset import dataset_of, refuse_repeated
 from qclip.training.dataset import dataset_size as examples_in
@@ -48,7 +49,7 @@ def make_private(
     accountant: Accountant = "pld",
     threshold: Threshold[Any] = PrivateQuantile(0.7),  # noqa: B008 - immutable
     groups: GroupSpec = "flat",
-    step_size: Schedule | float | None = None,
+    step_size: Schedule | float | Literal["auto"] | None = None,
     rescale_to_unit_norm: bool = False,
     physical_batch_size: int | None = None,
     compile: bool | str = False,
@@ -73,6 +74,7 @@ def make_private(
             optimizer.zero_grad()
 
         make_private(..., threshold=qclip.Constant(1.0))        # a fixed clip norm: max_grad_norm of other libraries
+        make_private(..., step_size="auto")                     # no learning rate to tune
         make_private(..., groups="per-layer")                   # a clip norm for each layer
         make_private(..., compile=True)                         # one compiled graph per physical batch
         make_private(..., noise_multiplier=0)                   # QC-SGD without privacy; epsilon is infinite
@@ -106,7 +108,9 @@ def make_private(
             privately; `qclip.Constant` for a fixed clip norm.
         groups: The parameters that are clipped together: "flat", "per-layer", or patterns of names.
         step_size: A schedule that sets the learning rate of every step, such as that of `qclip.schedules.coupled`. By
-            default the optimizer's own learning rate is used, which torch's schedulers may change.
+            default the optimizer's own learning rate is used, which torch's schedulers may change. "auto" finds the
+            rate from the released gradients, at no cost in privacy, and lets it decay in the second half of the run:
+            for SGD, with ``rescale_to_unit_norm``.
         rescale_to_unit_norm: Whether to divide the released gradient by the clip norm (of all groups together). The
             learning rate is then in units of the clip norm: an example moves the parameters by at most
             ``lr / batch_size``, whatever the scale of the loss, and another threshold needs no new learning rate.
@@ -179,8 +183,14 @@ def make_private(
     )
     if compile and physical_batch_size is None and threshold.raw_access != "batch":
         physical_batch_size = fixed_size(plan.sampling, plan.dataset_size, plan.batch_size)
-    if step_size is not None:
-        check_ahead(lambda step: check.positive("step_size", at(step_size, step)), plan.num_steps)
+    rate: Schedule | float | AutoStepSize | None
+    if isinstance(step_size, str):
+        check.choice("step_size", step_size, ("auto",))
+        rate, rescale_to_unit_norm = AutoStepSize(plan.num_steps, require_sgd(optimizers)), True
+    else:
+        rate = step_size
+        if rate is not None:
+            check_ahead(lambda step: check.positive("step_size", at(rate, step)), plan.num_steps)
     if plan.noise_multiplier > 0:
         warn_of_earlier(engine.model)
     training = PrivateTraining(
@@ -190,7 +200,7 @@ def make_private(
         plan,
         threshold,
         _evaluation(engine.model, loss, per_example_loss, check.count("rows_per_example", rows_per_example)),
-        step_size=step_size,
+        step_size=rate,
         rescale_to_unit_norm=rescale_to_unit_norm,
         physical_batch_size=physical_batch_size,
         compiled=Compiled(engine, compile, slots=physical_batch_size, announce=working) if compile else None,

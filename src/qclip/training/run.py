@@ -23,6 +23,7 @@ from qclip.schedules import Schedule
 from qclip.thresholds import Conditions, Threshold
 from qclip.thresholds.threshold import at, describe
 from qclip.training import certificate, checkpoint
+from qclip.training.auto_step_size import AutoStepSize
 from qclip.training.batch_proof import Fetch, FetchProof
 from qclip.training.certificate import Departures
 from qclip.training.clipper import Clipper, Evaluation
@@ -57,7 +58,7 @@ class PrivateTraining:
         threshold: Threshold[Any],
         evaluation: Evaluation,
         *,
-        step_size: Schedule | float | None,
+        step_size: Schedule | float | AutoStepSize | None,
         rescale_to_unit_norm: bool,
         physical_batch_size: int | None,
         compiled: Compiled | None,
@@ -193,7 +194,7 @@ class PrivateTraining:
             self._history,
             self._rule.threshold,
             self._engine.parameters.values(),
-            step_size=self._step_size,
+            step_size=None if isinstance(self._step_size, AutoStepSize) else self._step_size,
             rescale_to_unit_norm=self._rule.rescale_to_unit_norm,
             departure=self._departures.so_far(applied=self._guard.applied),
             plan=self._plan,
@@ -255,6 +256,7 @@ class PrivateTraining:
             "threshold_state": self._threshold_state,
             "history": [asdict(record) for record in self._records],
             "departure": self._departures.so_far(applied=self._guard.applied),
+            "auto_step_size": self._step_size.state_dict() if isinstance(self._step_size, AutoStepSize) else None,
             "secrets": None if self.finished else self._secrets(),
         }
 
@@ -270,6 +272,8 @@ class PrivateTraining:
         self._threshold_state = state["threshold_state"]
         self._engine.draws |= state["execution"] is not None
         self._departures.begin(state["departure"])
+        if isinstance(self._step_size, AutoStepSize):
+            self._step_size.load_state_dict(state["auto_step_size"])
         secrets = state["secrets"]
         if secrets is None:
             return
@@ -343,14 +347,18 @@ class PrivateTraining:
             "schedules": self._schedules(),
         }
 
-    def _schedules(self) -> dict[str, list[float]]:
+    def _schedules(self) -> dict[str, list[float] | str]:
         """Return values of every schedule to compare runs by: the noise of one run must not serve another."""
         last = self._plan.num_steps - 1
         steps = sorted({0, last // 3, 2 * last // 3, last})
         schedules = {"step_size": self._step_size} | vars(self.threshold)
-        return {name: [float(value(t)) for t in steps] for name, value in schedules.items() if callable(value)} | (
-            {} if self._step_size is None or callable(self._step_size) else {"step_size": [float(self._step_size)]}
-        )
+        sampled = {name: [float(value(t)) for t in steps] for name, value in schedules.items() if callable(value)}
+        match self._step_size:
+            case AutoStepSize():
+                return sampled | {"step_size": "auto"}
+            case int() | float():
+                return sampled | {"step_size": [float(self._step_size)]}
+        return sampled
 
     def _execution(self) -> dict[str, Any]:
         """Return the settings that decide which random numbers an example gets in the forward pass."""
@@ -415,15 +423,33 @@ class PrivateTraining:
         """Record a release, and write its gradient for the optimizers."""
         step = len(self._records)
         if self._step_size is not None:
-            _set_step_size(self._optimizers, at(self._step_size, step))
+            _set_step_size(self._optimizers, self._next_step_size(step, released))
         rate = float(self._optimizers[0].param_groups[0]["lr"])
         self._departures.expect(step, rate)
-        record = StepRecord(step, released.clip_norms, released.noisy_unclipped, rate / released.scale)
+        record = StepRecord(
+            step=step,
+            tau=released.clip_norms,
+            noisy_unclipped=released.noisy_unclipped,
+            step_size=rate / released.scale,
+            noise_power=released.noise_power,
+            clipped_length=released.clipped_length,
+        )
         lost = lost_groups([*self._records[1 - WINDOW :], record], self.threshold, self.groups)
         # Charged before the gradient is visible: an interruption between the lines costs budget, not privacy.
         self._records.append(replace(record, lost=lost))
         self._threshold_state = released.state.threshold
         self._guard.write(released.noisy_gradient)
+
+    def _next_step_size(self, step: int, released: StepRelease) -> float:
+        """Return the learning rate that was set for this step, or that the run finds for it."""
+        assert self._step_size is not None
+        if not isinstance(self._step_size, AutoStepSize):
+            return at(self._step_size, step)
+        powers = zip(released.noise_power, released.clip_norms, strict=True)
+        noise_power = sum(power * (tau / released.scale) ** 2 for power, tau in powers)
+        parameters = self._engine.parameters
+        gradient = [released.noisy_gradient[name] for name in parameters]
+        return self._step_size.next_rate(step, gradient, list(parameters.values()), noise_power)
 
     def _warn_if_lost(self, stacklevel: int) -> None:
         """Warn once per run, after the step: a warning that is turned into an error loses no step."""

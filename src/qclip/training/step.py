@@ -21,10 +21,10 @@ from torch import Tensor
 
 from qclip.accounting import Split
 from qclip.engine import ClippedGradients
-from qclip.thresholds import Answer, Threshold
-from qclip.thresholds.threshold import Grid
+from qclip.thresholds import Threshold
 from qclip.training import noise
-from qclip.training.sums import BoundedSum, ClipNorms, Key, LogicalStep, NoisySum, Query, RawSums, alone
+from qclip.training.answer import answer
+from qclip.training.sums import BoundedSum, ClipNorms, Key, LogicalStep, Query, RawSums, alone
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,12 @@ class StepRelease:
 
     noisy_gradient: dict[str, Tensor]
     clip_norms: tuple[float, ...]
+    noise_power: tuple[float, ...]
+    """The expected squared norm of the noise on each group's mean gradient, over its squared clip norm."""
     noisy_unclipped: tuple[float, ...]
     """The fraction of unclipped examples in each group; empty if the threshold does not estimate it."""
+    clipped_length: tuple[float, ...]
+    """The mean length that clipping takes from a gradient, over the clip norm; empty if not estimated."""
     scale: float
     """The divisor of the gradient besides the batch size."""
     state: StepState
@@ -121,29 +125,14 @@ def release(state: StepState, raw: RawSums, query: Query, rule: StepRule, source
     divisor = rule.batch_size * scale
     noisy = noise.release(raw.gradient, rule.noise.gradient, source, divisor=divisor, dtypes=rule.dtypes)
     counts = None if raw.counts is None else noise.release(raw.counts, rule.noise.counts, source)
-    answer = _answer(noisy, counts, raw, query, rule.batch_size)
+    answered = answer(noisy, counts, raw, query, rule.batch_size)
+    question = (state.threshold, state.step, answered)
     return StepRelease(
         {str(key.owner): noisy.tensors[key] for key in rule.members},
         raw.clip_norms,
-        rule.threshold.unclipped(state.threshold, state.step, answer),
+        answered.noise_power,
+        rule.threshold.unclipped(*question),
+        rule.threshold.clipped_length(*question),
         scale,
-        StepState(state.step + 1, rule.threshold.update(state.threshold, state.step, answer)),
+        StepState(state.step + 1, rule.threshold.update(*question)),
     )
-
-
-def _answer(noisy: NoisySum, counts: NoisySum | None, raw: RawSums, query: Query, B: int) -> Answer:
-    """Return the input of the threshold's update: fractions of the batch size, with the size of their noise."""
-    bins: Grid = ()
-    if counts is not None and query.question.count is not None:
-        bins = tuple(map(tuple, (counts.tensors[Key("counts")] / B + query.question.count.centre).tolist()))
-    within: Grid = ()
-    within_std: Grid = ()
-    if query.coefficients:
-        slack = torch.stack([noisy.tensors[Key("slack", k)] for k in range(len(noisy.stds))]).tolist()
-        rows = list(zip(slack, query.coefficients, noisy.stds, strict=True))
-        within = tuple(tuple(x * noisy.divisor / a / B for x, a in zip(xs, row, strict=True)) for xs, row, _ in rows)
-        within_std = tuple(tuple(std / a / B for a in row) for _, row, std in rows)
-    bins_std = 0.0 if counts is None else counts.stds[0] / B
-    raw_norms = np.concatenate(raw.norms) if query.keep_norms else None
-    power = tuple(d * (std / B / tau) ** 2 for d, std, tau in zip(query.dims, noisy.stds, raw.clip_norms, strict=True))
-    return Answer(bins, within, raw_norms, bins_std, within_std, B, raw.clip_norms, power)

@@ -94,6 +94,8 @@ def _step_line(run: TrainerRun, raw_loss: float) -> dict[str, Any]:
         "tau": record.tau,
         "noisy_unclipped": record.noisy_unclipped,
         "step_size": record.step_size,
+        "noise_power": record.noise_power,
+        "clipped_length": record.clipped_length,
         "lost": record.lost,
         "epsilon": run.training.epsilon_curve(record.step + 1),
     }

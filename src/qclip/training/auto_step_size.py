@@ -1,0 +1,141 @@
+"""A learning rate that finds itself, from released gradients and public numbers only: it costs no privacy.
+
+While the gradient points where the last steps went, larger steps would have come further: the rate grows. When it
+points back, the steps have overshot, and the rate falls. In the second half of the run the rate decays to 0.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from qclip import _validate as check
+
+SPEED: Final = 0.1
+"""The largest change of the log rate in a step, after the first steps."""
+EAGER: Final = 3.0
+"""The first steps change the rate by up to (1 + `EAGER`) times as much."""
+EAGER_STEPS: Final = 10
+"""The number of steps over which that fades, by a factor of e."""
+MEMORY: Final = 0.98
+"""The weight of the past in the average direction of the steps."""
+SIGNAL_MEMORY: Final = 0.9
+"""The weight of the past in the average squared length of the gradient without its noise."""
+DOUBT: Final = 2.0
+"""A gradient along the steps that is shorter than this many standard deviations of its noise counts in part."""
+LARGEST: Final = 1e3
+"""The rate never exceeds this many clip norms: no rate repairs a threshold that is lost."""
+
+
+class AutoStepSize:
+    """The state of the rule for one run. Gradients are in units of the clip norm (``rescale_to_unit_norm``).
+
+    With the released gradient u of this step, its noise power S (public), the average direction m of the steps taken,
+    and the average v of ``|u|^2 - S``, the squared length of the gradient without its noise:
+
+        c        = <u, m> / max(sqrt(v) |m|, 2 sqrt(S / d) |m|), clipped to [-1, 1]
+        log rate = log rate + 0.1 c (1 + 3 exp(-step / 10))         in the first half of the run
+
+    The noise of u is independent of m, so <u, m> is unbiased. The first rate is 1 / sqrt(1 + S).
+
+    * The direction is that of the parameters, so momentum and weight decay are part of it. With momentum mu the first
+      rate is multiplied by 1 - mu.
+    * It keeps two copies of the trainable parameters.
+
+    Args:
+        num_steps: The length of the run.
+        momentum: The momentum of the optimizer.
+    """
+
+    def __init__(self, num_steps: int, momentum: float = 0.0) -> None:
+        self._num_steps, self._momentum = num_steps, momentum
+        self._rate = 0.0
+        self._signal: float | None = None
+        self._direction: list[Tensor] | None = None
+        self._before: list[Tensor] | None = None
+
+    def next_rate(
+        self, step: int, gradient: Sequence[Tensor], parameters: Sequence[Tensor], noise_power: float
+    ) -> float:
+        """Return the learning rate of this step.
+
+        Args:
+            step: The step, counted from 0.
+            gradient: The released gradient, one tensor per parameter.
+            parameters: The parameters before the step.
+            noise_power: The expected squared norm of the noise on the gradient.
+        """
+        half = self._num_steps / 2
+        if step == 0:
+            self._rate = (1 - self._momentum) / math.sqrt(1 + noise_power)
+        if step >= half:
+            self._direction = self._before = None  # not needed any more
+            return self._rate * (self._num_steps - step) / (self._num_steps - math.ceil(half))
+        self._follow(parameters)
+        self._learn(step, gradient, noise_power)
+        self._before = [parameter.detach().clone() for parameter in parameters]
+        return self._rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain data and tensors."""
+        return {
+            "rate": self._rate,
+            "signal": self._signal,
+            "direction": self._direction,
+            "before": self._before,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state_dict`."""
+        self._rate, self._signal = state["rate"], state["signal"]
+        self._direction, self._before = state["direction"], state["before"]
+
+    def _follow(self, parameters: Sequence[Tensor]) -> None:
+        """Add the last step to the average direction."""
+        if self._before is None:
+            return
+        taken = torch._foreach_sub(self._before, [parameter.detach() for parameter in parameters])
+        torch._foreach_div_(taken, self._rate)
+        if self._direction is None:
+            self._direction = list(taken)
+        else:
+            torch._foreach_lerp_(self._direction, taken, 1 - MEMORY)
+
+    def _learn(self, step: int, gradient: Sequence[Tensor], noise_power: float) -> None:
+        """Move the rate by the agreement of the gradient with the direction of the steps."""
+        squared = _dot(gradient, gradient)
+        signal = squared.item() - noise_power
+        self._signal = signal if self._signal is None else SIGNAL_MEMORY * self._signal + (1 - SIGNAL_MEMORY) * signal
+        if self._direction is None:
+            return
+        along, length = torch.stack(
+            [_dot(gradient, self._direction), _dot(self._direction, self._direction).sqrt()]
+        ).tolist()
+        noise = math.sqrt(noise_power / sum(part.numel() for part in gradient))
+        scale = max(math.sqrt(max(self._signal, 0.0)), DOUBT * noise) * length
+        agreement = max(-1.0, min(1.0, along / scale)) if scale > 0 and math.isfinite(along) else 0.0
+        speed = SPEED * (1 + EAGER * math.exp(-step / EAGER_STEPS))
+        self._rate = min(self._rate * math.exp(speed * agreement), LARGEST)
+
+
+def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:
+    """Return the inner product of two lists of tensors, 0-dim."""
+    products = [(x * y).sum(dtype=torch.float32) for x, y in zip(left, right, strict=True)]
+    return torch.stack(products).sum()
+
+
+def require_sgd(optimizers: Sequence[Optimizer]) -> float:
+    """Return the momentum of the optimizers; refuse others than SGD, for which the rule does not hold."""
+    for optimizer in optimizers:
+        if type(optimizer) is not SGD:
+            remedy = "pass a number or a schedule, or take torch.optim.SGD, with or without momentum"
+            bound = "left out with other optimizers than SGD"
+            raise check.refuse("step_size", f"'auto' with {type(optimizer).__name__}", bound, remedy)
+    momenta = {float(group["momentum"]) for optimizer in optimizers for group in optimizer.param_groups}
+    if len(momenta) > 1:
+        remedy = "give all groups of parameters one momentum"
+        raise check.refuse("momentum", sorted(momenta), 'one value with step_size="auto"', remedy)
+    return momenta.pop()
