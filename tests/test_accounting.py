@@ -110,6 +110,24 @@ def test_calibrated_noise_meets_the_target_and_wastes_little(target, rate, steps
     assert accounting.epsilon(noise_multiplier=z / 1.002, **run) > target
 
 
+@pytest.mark.parametrize(
+    ("target", "rate", "steps"), [(1.0, 0.03, 1000), (1.0, 0.002, 500), (0.5, 0.2, 200), (1.0, 0.001, 50_000)]
+)
+def test_quick_noise_is_enough_and_the_central_limit_is_near(target, rate, steps):
+    exact = accounting.noise_multiplier(epsilon=target, sample_rate=rate, steps=steps, delta=1e-5)
+    quick = accounting.quick_noise_multiplier(target, 1e-5, rate, steps)
+    assert accounting.epsilon(noise_multiplier=quick, sample_rate=rate, steps=steps, delta=1e-5) <= target
+    assert quick <= 1.02 * exact
+    near = 0.9 if rate * steps >= 20 else 0.66
+    assert near * exact < accounting.central_limit_noise(target, 1e-5, rate, steps) < exact
+
+
+def test_the_central_limit_is_exact_for_gaussian_releases():
+    """In the limit of much noise, where exp(1/z^2) - 1 is 1/z^2."""
+    z = accounting.central_limit_noise(1.0, 1e-5, 1.0, 10_000)
+    assert gaussian_delta(1.0, z / 100) == pytest.approx(1e-5, rel=0.01)
+
+
 def test_calibrated_noise_of_one_full_release_is_the_closed_form():
     z = accounting.noise_multiplier(epsilon=3, delta=1e-5, sample_rate=1, steps=1)
     exact = root_scalar(lambda z: gaussian_delta(3, z) - 1e-5, bracket=(0.1, 10)).root

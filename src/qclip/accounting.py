@@ -40,6 +40,7 @@ Accountant = Literal["pld", "rdp"]
 _ACCOUNTANTS: dict[str, Any] = {"pld": pld.PLDAccountant, "rdp": rdp.RdpAccountant}
 _INTERVAL: Final = 1e-4
 """Discretization interval of privacy loss distributions; losses are rounded up to the grid."""
+_COARSE: Final = 10 * _INTERVAL  # of searches that need not be exact
 _ROUNDING: Final = 2e-15
 """Rounding margin in delta for each step, for the Fourier transforms. The largest errors measured were 0.5e-16 against
 the closed form of Gaussians and 2.4e-16 for sampled Gaussians against 80-bit floats, up to a million steps."""
@@ -231,13 +232,25 @@ def _calibrated(target: float, delta: float, rate: float, steps: int, accountant
         return _spent(z, rate, steps, delta, accountant, interval)
 
     def roughly(z: float) -> float:
-        return spent(z, 10 * _INTERVAL) if accountant == "pld" else spent(z)
+        return spent(z, _COARSE) if accountant == "pld" else spent(z)
 
     # A coarse grid takes a tenth of the time and overestimates epsilon a little; the fine grid tells by how much.
-    guess = _least(roughly, target, _central_limit_guess(target, delta, rate, steps), 1.1, close=1.01)
+    guess = _least(roughly, target, central_limit_noise(target, delta, rate, steps), 1.05, close=1.01)
     excess = roughly(guess) / spent(guess) if spent(guess) else 1.0
     guess = _least(roughly, target * excess, guess, 1.01, close=1.0001)
     return _least(spent, target, guess, _CLOSE)
+
+
+@cache
+def quick_noise_multiplier(epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
+    """Return a noise multiplier that meets the budget, about 1 % above the least one, in a tenth of the time.
+
+    For comparisons of many plans; a run takes `noise_multiplier`.
+    """
+    # What the grid adds to epsilon grows with the steps and with the square of the interval.
+    interval = max(_INTERVAL, _COARSE * min(1, math.sqrt(5000 / steps)))
+    guess = central_limit_noise(epsilon, delta, sample_rate, steps)
+    return _least(lambda z: _spent(z, sample_rate, steps, delta, "pld", interval), epsilon, guess, 1.05, close=1.005)
 
 
 class EpsilonCurve:
@@ -386,11 +399,21 @@ def _bracket(spent: Callable[[float], float], target: float, guess: float, facto
     return low, high
 
 
-def _central_limit_guess(target: float, delta: float, sample_rate: float, steps: int) -> float:
-    """Return a start for the search: many steps are close to one Gaussian release with this ratio of shift to noise."""
-    tail = math.sqrt(2 * math.log(1 / delta))
-    shift = math.sqrt(2 * target + tail**2) - tail  # solves shift^2/2 + shift tail = target
-    return 1 / math.sqrt(math.log1p((shift / sample_rate) ** 2 / steps))
+def central_limit_noise(epsilon: float, delta: float, sample_rate: float, steps: int) -> float:
+    """Return the noise multiplier that meets the budget if the privacy losses of the steps add up to a Gaussian one.
+
+    By the central limit theorem of composition many steps are close to one Gaussian release, whose ratio of shift to
+    noise is ``sample_rate sqrt(steps (exp(1/z^2) - 1))``. The value is 1 to 10 % below that of the accountant for 20
+    epochs or more and a third below for a single epoch, and takes no time: good enough to search by, never to promise.
+    """
+    return 1 / math.sqrt(math.log1p((_gaussian_shift(epsilon, delta) / sample_rate) ** 2 / steps))
+
+
+@lru_cache(maxsize=32)
+def _gaussian_shift(epsilon: float, delta: float) -> float:
+    """Return the ratio of shift to noise at which one Gaussian release spends the budget."""
+    budget = pld.common.DifferentialPrivacyParameters(epsilon, delta)
+    return 1 / pld.privacy_loss_mechanism.GaussianPrivacyLoss.from_privacy_guarantee(budget).standard_deviation
 
 
 def sampling(

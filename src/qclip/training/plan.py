@@ -201,10 +201,14 @@ class PrivatePlan:
         return next((option for option in self.options if option.feasible), None)
 
     @property
+    def gradient_noise(self) -> float:
+        """The noise multiplier of the gradient: that of the recommended threshold, if there is one."""
+        return self.recommended.gradient_noise if self.recommended else self.training.noise_multiplier
+
+    @property
     def relative_noise(self) -> float:
         """The norm of the noise on the mean gradient, in units of the clip norm; the mean itself is at most 1."""
-        z = self.recommended.gradient_noise if self.recommended else self.training.noise_multiplier
-        return math.sqrt(self.dim) * z / self.training.batch_size
+        return math.sqrt(self.dim) * self.gradient_noise / self.training.batch_size
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as plain data for JSON."""

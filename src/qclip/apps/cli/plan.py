@@ -12,16 +12,20 @@ from qclip import _validate as check
 from qclip import theory
 
 if TYPE_CHECKING:
+    from qclip.training.advice import Change
     from qclip.training.plan import PrivatePlan, TrainingPlan
+
+BATCH_SIZE = "it is the expected number of examples per step"
 
 
 @dataclass(frozen=True)
 class PlanCommand:
     """Plan a run: with a privacy budget its noise, thresholds and epsilon by epoch; with L, sigma and gap its bound.
 
-    Privacy: --examples, --batch-size, --epochs or --steps, and --epsilon or --noise-multiplier. The bound: --L, --sigma
-    and --gap, with --steps or --target; the plan takes the step size and the quantile that minimise the bound, and
-    explains them. Both kinds of options may be given together.
+    Privacy: --examples, --params and --epsilon. The batch size and the length are recommended, unless --batch-size and
+    --epochs or --steps are given; then --noise-multiplier may stand for --epsilon. The bound: --L, --sigma and --gap,
+    with --steps or --target; the plan takes the step size and the quantile that minimise the bound, and explains them.
+    Both kinds of options may be given together.
     """
 
     L: Annotated[float | None, tyro.conf.arg(name="L")] = None
@@ -39,9 +43,9 @@ class PlanCommand:
     target: float | None = None
     """Instead of --steps: the mean of E||grad f||^2 to reach."""
     batch_size: float | None = None
-    """Expected batch size; 1 when left out of a plan without privacy."""
-    dim: int = 1
-    """Number of trainable parameters (matters with noise)."""
+    """Expected batch size; recommended when left out, or 1 in a plan of the bound."""
+    params: Annotated[int | None, tyro.conf.arg(aliases=("--dim",))] = None
+    """Number of trainable parameters, which the noise grows with; 1 when left out of a plan that needs no advice."""
     noise_multiplier: float = 0.0
     """Noise multiplier of a private run, of gradient and counts together."""
     epsilon: float | None = None
@@ -70,20 +74,27 @@ class PlanCommand:
             console.print(f"delta = 1/(10 N) = {self._delta:.3g}")
         with nullcontext() if self.json else console.status("planning"):
             private, bound = self._plans(assumptions)
+            changes = self._changes(private)
         if self.json:
-            fields = {} if bound is None else _theory_json(*bound)
-            print(json.dumps(fields | {"privacy_plan": None if private is None else private.as_json()}, indent=1))
+            fields: dict[str, Any] = {} if bound is None else _theory_json(*bound)
+            fields["privacy_plan"] = None if private is None else private.as_json()
+            fields["what_if"] = [change.as_json() for change in changes]
+            print(json.dumps(fields, indent=1))
             return 0
-        from qclip.apps.cli.plan_tables import print_private, print_theory
+        from qclip.apps.cli.plan_tables import print_changes, print_private, print_theory
 
         if private is not None:
-            print_private(console, private)
+            print_private(console, private, recommended=self._needs_advice)
+        if changes:
+            print_changes(console, changes)
         if bound is not None:
             print_theory(console, *bound)
         return 0
 
     def _plans(self, assumptions: theory.Assumptions | None) -> "tuple[PrivatePlan | None, TheoryPlans | None]":
-        training = self._training() if self.examples is not None and self.target is None else None
+        training = None
+        if self.examples is not None and self.target is None:
+            training = self._recommended() if self._needs_advice else self._training()
         best = None if assumptions is None else self._theory(assumptions, training)
         private = None if self.examples is None else self._private(training, best)
         return private, None if best is None else (best, best.coupled(), best.moves())
@@ -107,8 +118,19 @@ class PlanCommand:
         if not private:
             bound = "left out without --epsilon or --noise-multiplier"
             raise check.refuse("--examples", self.examples, bound, "add the privacy budget, or drop it")
-        if self.batch_size is None and self.L is None:
-            raise check.Refusal("--examples was given without --batch-size; add the expected batch size")
+        if self._needs_advice:
+            self._check_advice()
+
+    def _check_advice(self) -> None:
+        instead = "or give --batch-size, and --epochs or --steps"
+        if self.epsilon is None:
+            bound = "left out of a recommendation, where the noise follows from the budget"
+            raise check.refuse("--noise-multiplier", self.noise_multiplier, bound, f"give --epsilon, {instead}")
+        if self.params is None:
+            raise check.Refusal(
+                "--params is missing, without which no batch size and length can be recommended; add the number of "
+                f"trainable parameters, sum(p.numel() for p in model.parameters() if p.requires_grad), {instead}"
+            )
 
     def _assumptions(self) -> theory.Assumptions | None:
         if self.L is not None and self.sigma is not None and self.gap is not None:
@@ -124,6 +146,16 @@ class PlanCommand:
         return None
 
     @property
+    def _needs_advice(self) -> bool:
+        """Whether the batch size or the length is to be recommended."""
+        given = self.batch_size is not None and (self.epochs is not None or self.steps is not None)
+        return self.examples is not None and self.L is None and not given
+
+    @property
+    def _dim(self) -> int:
+        return 1 if self.params is None else self.params
+
+    @property
     def _batch_size(self) -> float:
         return 1.0 if self.batch_size is None else self.batch_size
 
@@ -131,6 +163,24 @@ class PlanCommand:
     def _delta(self) -> float:
         assert self.examples is not None
         return 1 / (10 * self.examples) if self.delta is None else self.delta
+
+    def _recommended(self) -> "TrainingPlan":
+        from qclip.training.advice import recommend
+
+        assert self.examples is not None
+        assert self.params is not None
+        assert self.epsilon is not None
+        size = None if self.batch_size is None else check.count("--batch-size", self.batch_size, BATCH_SIZE)
+        given: dict[str, Any] = {"batch_size": size, "epochs": self.epochs, "steps": self.steps}
+        return recommend(self.examples, self.params, epsilon=self.epsilon, delta=self._delta, **given)
+
+    def _changes(self, private: "PrivatePlan | None") -> "tuple[Change, ...]":
+        from qclip.training.advice import what_if
+
+        # Without the number of parameters there is no S, and without a budget nothing to recalibrate the noise for.
+        if private is None or self.params is None or private.training.epsilon is None:
+            return ()
+        return what_if(private)
 
     def _training(self, **instead: Any) -> "TrainingPlan":
         from qclip.training.plan import plan_training
@@ -143,11 +193,11 @@ class PlanCommand:
             "epsilon": self.epsilon,
             "noise_multiplier": noise,
         }
-        batch_size = check.count("--batch-size", self._batch_size, "it is the expected number of examples per step")
+        batch_size = check.count("--batch-size", self._batch_size, BATCH_SIZE)
         return plan_training(self.examples, batch_size, delta=self._delta, **(given | instead))
 
     def _theory(self, assumptions: theory.Assumptions, training: "TrainingPlan | None") -> theory.Plan:
-        public: dict[str, Any] = {"batch_size": self._batch_size, "dim": self.dim}
+        public: dict[str, Any] = {"batch_size": self._batch_size, "dim": self._dim}
         privacy = None
         if self.epsilon is not None and self.examples is not None:
             privacy = theory.Privacy(self.epsilon, self._delta, self.examples)
@@ -167,7 +217,7 @@ class PlanCommand:
             training = self._training(epochs=None, steps=best.steps, epsilon=None, noise_multiplier=noise)
             training = replace(training, epsilon=self.epsilon)
         p = self.p if self.p is not None else best.p if best is not None else 0.7
-        return plan_private(training, p=p, num_groups=1 if self.groups is None else self.groups, dim=self.dim)
+        return plan_private(training, p=p, num_groups=1 if self.groups is None else self.groups, dim=self._dim)
 
 
 TheoryPlans = tuple[theory.Plan, theory.CoupledPlan, list[theory.Move]]

@@ -1,11 +1,14 @@
 """The tables of ``qclip plan``."""
 
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from qclip import theory
 from qclip.apps.report import words
+from qclip.training.advice import DROWNED, MORE_SIGNAL, Change
 from qclip.training.plan import PrivatePlan
 
 SHRINKS = {
@@ -15,8 +18,15 @@ SHRINKS = {
 }
 
 
-def print_private(console: Console, plan: PrivatePlan) -> None:
+def print_private(console: Console, plan: PrivatePlan, *, recommended: bool) -> None:
     """Print the plan of the privacy: noise, thresholds, the call of `make_private`, and epsilon by epoch."""
+    if recommended:
+        training = plan.training
+        console.print(
+            f"Recommended: batch size {training.batch_size:,} for {training.num_steps:,} steps, "
+            f"{training.num_steps * training.sample_rate:.3g} epochs.",
+            highlight=False,
+        )
     _print_noise(console, plan)
     _print_thresholds(console, plan)
     spent = Table(title="Epsilon spent", title_justify="left")
@@ -39,8 +49,10 @@ def _print_noise(console: Console, plan: PrivatePlan) -> None:
     if option is not None:
         table.add_row("noise of the gradient", f"{option.gradient_noise:.4g}   (std, times the threshold, on the sum)")
     if plan.dim > 1:
-        share = f"{plan.relative_noise:.3g}   (norm, in thresholds; the clipped mean has norm at most 1)"
+        norm = plan.relative_noise
+        share = f"{norm:.3g}   (norm, in thresholds; the clipped mean has norm at most 1)"
         table.add_row("noise of the mean gradient", share)
+        table.add_row("S", f"{norm**2:.3g}   (its square)")
     console.print(table)
 
 
@@ -78,6 +90,28 @@ def _call(plan: PrivatePlan) -> str:
         f"qclip.make_private(..., batch_size={training.batch_size}, {length}, {budget}, delta={training.delta:.6g}, "
         f"threshold=qclip.{option.code})"
     )
+
+
+def print_changes(console: Console, changes: Sequence[Change]) -> None:
+    """Print how noise, bound, learning rate and cost move with the choices of a plan."""
+    table = Table(title="What if?", title_justify="left")
+    table.add_column("change")
+    for column in ("z", "z/B", "S", "bound x", "lr x", "cost x"):
+        table.add_column(column, justify="right")
+    for change in changes:
+        new = change.outlook
+        numbers = (new.noise_multiplier, new.noise_std, new.squared_noise)
+        factors = (change.bound, change.step_size, change.cost)
+        table.add_row(change.name, *(f"{x:.3g}" for x in numbers), *(f"{x:.2f}" for x in factors))
+    console.print(table)
+    lines = [
+        "z/B is the noise on each coordinate of the mean gradient, in thresholds; S = params (z/B)^2.",
+        "The bound, and the learning rate at which it is least, are those of steps with rescale_to_unit_norm=True.",
+    ]
+    if changes[0].outlook.squared_noise > DROWNED:
+        lines.append(f"The noise drowns the gradient: {MORE_SIGNAL}.")
+    for line in lines:
+        console.print(f"- {line}", highlight=False)
 
 
 def print_theory(console: Console, best: theory.Plan, coupled: theory.CoupledPlan, moves: list[theory.Move]) -> None:
