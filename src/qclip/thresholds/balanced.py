@@ -20,24 +20,31 @@ FIRST_PLACE = 6
 """The place of tau on a new lattice: most radii lie above, where the bias is measured."""
 PLACES = (2, 10)
 """The lattice stays while tau is between these places: a radius that leaves it loses its average."""
-NOISE_WEIGHT = 0.3
+NOISE_WEIGHT = 0.2
 """The weight of the noise against the bias: gamma L in the theorem, where gamma is the step size and L the smoothness.
 
 The noise of a step is averaged with that of its neighbours, the bias is not; 0.1 to 1 made no difference on networks,
 and 0.3 leaves a class of 1 % more of its gradients than 1 does.
 """
-LEAST_NOISE = 1e-5
-"""The noise is taken to be at least this part of the squared threshold: without any, nothing would hold tau back."""
+LEAST_POWER, LARGEST_POWER = 1e-5, 1.0
+"""Bounds on the weighted noise power. Without any noise, nothing would hold tau back. At 1 nearly all gradients are
+clipped, to half of their mean norm: a lower threshold would shrink gradient and noise alike."""
 DOUBT = 1.0
 """Fractions above a radius count as far as they exceed this many standard deviations of their own noise."""
 SLOWEST, FASTEST = 0.02, 0.1
 """Bounds on the rate at which the histogram forgets."""
 RATE = 0.1
 """The part of the distance to the best threshold that log tau moves in a step, after the first ones."""
+REACH = 8
+"""Norms more than this many places above tau, a factor of 25, count as so long: farther fractions are mostly noise."""
 FINE = 8
 """Candidates for tau per place of the lattice."""
-SMALL_MODEL_SHARE = 10.0
-"""Noise share times parameters of a small model."""
+SMALL_MODEL, SMALL_MODEL_SHARE = 50.0, 0.1
+"""The noise share of a small model times its parameters, and its largest value: the fewer parameters, the smaller the
+noise, and the smaller the bias that has to be measured."""
+FLOOR = 1.0
+LARGEST_SHARE = 0.2
+"""The largest noise share that the histogram takes by itself where the batch is small."""
 
 
 class BalancedGroup(TypedDict):
@@ -85,8 +92,9 @@ class BalancedThreshold(Threshold[State]):
 
     Args:
         initial: Tau at the first step. It crosses a factor of 100 in a few steps.
-        noise_share: Cost of the histogram, as growth of the gradient's noise. A model of fewer than 1000 parameters
-            pays 10 over their number, but at most 0.1: its noise is small, and so is the bias to measure.
+        noise_share: Cost of the histogram, as growth of the gradient's noise. It is more in two cases: up to 0.1 in
+            models of fewer than 1000 parameters, whose noise is small, and up to 0.2 where the batch is so small for
+            its noise that the histogram would be lost in it.
         tau_min: Lower bound of tau.
         tau_max: Upper bound of tau.
     """
@@ -107,18 +115,21 @@ class BalancedThreshold(Threshold[State]):
         """None: tau depends on noisy counts only."""
         return "none"
 
-    def share(self, num_parameters: int) -> float:
-        """Return ``noise_share``, or more for a small model."""
-        return max(self.noise_share, min(0.1, SMALL_MODEL_SHARE / num_parameters))
+    def share(self, conditions: Conditions) -> float:
+        """Return the noise share that the histogram needs: ``noise_share`` or more."""
+        usual = max(self.noise_share, min(SMALL_MODEL_SHARE, SMALL_MODEL / sum(conditions.dims)))
+        largest = conditions.batch_size / _sensitivity(conditions)  # multiplier, for a noise of 1 on a fraction
+        ratio = largest / conditions.noise_multiplier if conditions.noise_multiplier > 0 else math.inf
+        needed = ratio / math.sqrt(ratio**2 - 1) - 1 if 1 < ratio < math.inf else 0.0
+        return max(usual, min(needed, LARGEST_SHARE))
 
     def check(self, conditions: Conditions) -> None:
-        """Refuse noise that is too large for the histogram.
+        """Refuse noise that is too large for the histogram, even at a noise share of 0.2.
 
         The standard deviation of the noise on the fraction within a radius may be up to 1, the whole batch.
         """
-        bound = LATTICE.count([(0, 1.0)] * len(conditions.dims)).l2_bound
-        counts = accounting.split(conditions.noise_multiplier, self.share(sum(conditions.dims))).counts
-        attainable(0.5, counts * bound * LATTICE.spread / conditions.batch_size, conditions)
+        counts = accounting.split(conditions.noise_multiplier, self.share(conditions)).counts
+        attainable(0.5, counts * _sensitivity(conditions) / conditions.batch_size * (1 - 1e-9), conditions)
 
     def start(self, num_groups: int) -> State:
         """Return the initial tau of each group, with an empty histogram."""
@@ -164,7 +175,7 @@ class BalancedThreshold(Threshold[State]):
 
     def _next(self, group: BalancedGroup, histogram: "Histogram", power: float) -> BalancedGroup:
         rate = max(RATE, 1 / (1 + sorted(histogram.seen)[LATTICE.size // 2] / 2))
-        tau = math.exp((1 - rate) * math.log(group["tau"]) + rate * math.log(histogram.best(power)))
+        tau = math.exp((1 - rate) * math.log(group["tau"]) + rate * math.log(histogram.best(group["tau"], power)))
         return _recentred(
             BalancedGroup(
                 tau=clamp(tau, self.tau_min, self.tau_max),
@@ -185,23 +196,24 @@ class Histogram:
     noise: Floats
     """The standard deviation of the noise of each fraction beyond a radius."""
 
-    def best(self, power: float) -> float:
-        """Return the threshold with the least sum of noise and squared bias."""
-        radii, excess = self._excess()
+    def best(self, tau: float, power: float) -> float:
+        """Return the threshold with the least sum of noise and squared bias, from the reach of ``tau``."""
+        radii, excess = self._excess(tau)
         return float(radii[np.argmin(power * radii**2 + excess**2)])
 
     def excess_over(self, tau: float) -> float:
         """Return the mean excess of the norms over tau."""
-        radii, excess = self._excess()
+        radii, excess = self._excess(tau)
         return float(np.interp(tau, radii, excess))
 
-    def _excess(self) -> tuple[Floats, Floats]:
+    def _excess(self, tau: float) -> tuple[Floats, Floats]:
         """Return a fine grid of radii and the mean excess over each: the integral of the fraction beyond it.
 
-        Fractions in doubt count as 0. Norms beyond the last radius count as one place longer.
+        Fractions in doubt count as 0. Norms beyond the last radius, or the reach of tau, count as one place longer.
         """
+        last_place = min(LATTICE.size - 1, max(1, math.ceil(_place(tau)) - self.lowest + REACH))
         certain = np.clip(isotonic_regression(self.within).x + DOUBT * self.noise, 0.0, 1.0)
-        places = np.linspace(0, LATTICE.size - 1, (LATTICE.size - 1) * FINE + 1)
+        places = np.linspace(0, last_place, last_place * FINE + 1)
         beyond = 1 - np.interp(places, np.arange(LATTICE.size), np.maximum.accumulate(certain))
         radii = np.exp(LATTICE.spacing * (self.lowest + places))
         pieces = np.diff(radii) * (beyond[1:] + beyond[:-1]) / 2
@@ -209,9 +221,16 @@ class Histogram:
         return radii, np.append(np.cumsum(pieces[::-1])[::-1], 0.0) + last
 
 
+def _sensitivity(conditions: Conditions) -> float:
+    """Return the noise on the number within a radius at noise multiplier 1."""
+    return LATTICE.count([(0, 1.0)] * len(conditions.dims)).l2_bound * LATTICE.spread
+
+
 def _powers(state: State, answer: Answer) -> list[float]:
     """Return the weighted noise power of each group."""
-    return [NOISE_WEIGHT * power + LEAST_NOISE for power in answer.noise_power or (0.0,) * len(state)]
+    powers = answer.noise_power or (0.0,) * len(state)
+    least = min(max(LEAST_POWER, FLOOR * (answer.bins_std * LATTICE.spread) ** 2), LARGEST_POWER)
+    return [clamp(NOISE_WEIGHT * power, least, LARGEST_POWER) for power in powers]
 
 
 def _smoothed(group: BalancedGroup, bins: tuple[float, ...], std: float, power: float) -> Histogram:
@@ -233,14 +252,18 @@ def _smoothed(group: BalancedGroup, bins: tuple[float, ...], std: float, power: 
     return Histogram(group["lowest"], within, seen, std * relative)
 
 
+def _place(tau: float) -> float:
+    return math.log(tau) / LATTICE.spacing
+
+
 def _lowest(tau: float) -> int:
-    return round(math.log(tau) / LATTICE.spacing) - FIRST_PLACE
+    return round(_place(tau)) - FIRST_PLACE
 
 
 def _recentred(group: BalancedGroup) -> BalancedGroup:
     """Move the lattice by whole places if tau is near an end of it."""
     low, high = PLACES
-    if low <= math.log(group["tau"]) / LATTICE.spacing - group["lowest"] <= high:
+    if low <= _place(group["tau"]) - group["lowest"] <= high:
         return group
     lowest, before = _lowest(group["tau"]), group["within"]
     unseen = (0,) * LATTICE.size

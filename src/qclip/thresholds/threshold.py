@@ -159,8 +159,8 @@ class Threshold(ABC, Generic[S]):
     def noise_share(self) -> float:
         """The growth of the gradient's noise that pays for the counts: 0.01 is 1 %; 0 without paid counts."""
 
-    def share(self, num_parameters: int) -> float:
-        """Return the noise share in a model of this size; by default `noise_share`."""
+    def share(self, conditions: Conditions) -> float:
+        """Return the noise share of a run; by default `noise_share`."""
         return self.noise_share
 
     @abstractmethod

@@ -273,7 +273,7 @@ def _candidates(p: float, conditions: Conditions) -> tuple[list[Threshold[Any]],
 def _option(settings: list[Threshold[Any]], conditions: Conditions) -> Option:
     """Return the first settings that can work, or the last with the reason why they cannot."""
     threshold = next((candidate for candidate in settings if not refusal(candidate, conditions)), settings[-1])
-    split = accounting.split(conditions.noise_multiplier, threshold.share(sum(conditions.dims)))
+    split = accounting.split(conditions.noise_multiplier, threshold.share(conditions))
     count = threshold.ask(threshold.start(len(conditions.dims)), 0).count
     noise = None if count is None else split.counts * count.l2_bound
     return Option(type(threshold).__name__, _code(threshold), refusal(threshold, conditions), split.gradient, noise)

@@ -71,16 +71,17 @@ class PrivateTraining:
         self._is_compiled = compiled is not None
         members = engine.groups.members
         dims = group_dims(engine.parameters, members, len(engine.groups))
+        conditions = Conditions(plan.batch_size, plan.num_steps, plan.noise_multiplier, dims)
+        threshold.check(conditions)
         self._rule = StepRule(
             threshold=threshold,
             members={Key("gradient", name): group for name, group in members.items()},
             dims=dims,
             dtypes={Key("gradient", name): parameter.dtype for name, parameter in engine.parameters.items()},
             batch_size=plan.batch_size,
-            noise=accounting.split(plan.noise_multiplier, threshold.share(sum(dims))),
+            noise=accounting.split(plan.noise_multiplier, threshold.share(conditions)),
             rescale_to_unit_norm=rescale_to_unit_norm,
         )
-        threshold.check(Conditions(plan.batch_size, plan.num_steps, plan.noise_multiplier, dims))
         self._threshold_state = threshold.start(len(engine.groups))
         self._records: list[StepRecord] = []
         self._history = History(self._records)
