@@ -19,9 +19,14 @@ def made_run(
     private: bool = True,
     metrics: tuple[str, ...] = ("accuracy", "loss"),
     threshold: dict[str, Any] | None = None,
+    costs: dict[str, list[float]] | None = None,
+    lost_from: int | None = None,
     **summary: Any,
 ) -> Path:
-    """A run of 10 steps an epoch whose thresholds fall from 4 to 1; ``summary`` overrides what stands there."""
+    """A run of 10 steps an epoch whose thresholds fall from 4 to 1; ``summary`` overrides what stands there.
+
+    Without ``costs`` (noise_power and clipped_length of every step) the folder is an older one.
+    """
     folder = RunFolder(path)
     folder.prepare()
     folder.metrics_file.touch()
@@ -29,7 +34,9 @@ def made_run(
         epsilon = 0.5 * math.sqrt(step + 1) if private else math.inf
         tau = [4 * (1 + index) * 0.25 ** (step / max(steps - 1, 1)) for index in range(len(groups))]
         unclipped = [0.5 + 0.1 * (-1) ** step] * len(groups) if asked else []
-        folder.append({"step": step, "tau": tau, "noisy_unclipped": unclipped, "step_size": 1.0, "epsilon": epsilon})
+        lost = list(groups) if lost_from is not None and step >= lost_from else []
+        row = {"step": step, "tau": tau, "noisy_unclipped": unclipped, "step_size": 1.0, "lost": lost}
+        folder.append(row | (costs or {}) | {"epsilon": epsilon})
         if step % 10 == 9:
             held_out = dict.fromkeys(metrics, step / 100)
             folder.append({"step": step + 1, "epoch": step // 10 + 1, "held_out": held_out, "epsilon": epsilon})

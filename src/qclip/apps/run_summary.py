@@ -50,7 +50,7 @@ class Summary:
     threshold: dict[str, Any]
     """Name and settings of the threshold."""
     lost_threshold: str
-    """The step since which the threshold has lost its quantile, and the remedy; empty where it has not."""
+    """The step since which the threshold is lost, the reason and the remedy; empty where it is not."""
     groups: list[str]
     parameters: int
     """Trainable parameters."""

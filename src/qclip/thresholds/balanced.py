@@ -20,7 +20,7 @@ FIRST_PLACE = 6
 """The place of tau on a new lattice: most radii lie above, where the bias is measured."""
 PLACES = (2, 10)
 """The lattice stays while tau is between these places: a radius that leaves it loses its average."""
-NOISE_WEIGHT = 0.2
+NOISE_WEIGHT = 0.1
 """The weight of the noise against the bias: gamma L in the theorem, where gamma is the step size and L the smoothness.
 
 The noise of a step is averaged with that of its neighbours, the bias is not; 0.1 to 1 made no difference on networks,

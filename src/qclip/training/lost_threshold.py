@@ -1,4 +1,4 @@
-"""Lost thresholds: when a threshold no longer follows its quantile, and the remedy. Released values only: no cost."""
+"""Lost thresholds: when a threshold no longer follows the gradients, and the remedy. Released values only: no cost."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from qclip._validate import Floats
-from qclip.schedules import Schedule
 from qclip.thresholds import Threshold
 from qclip.thresholds.threshold import at
 from qclip.training.history import StepRecord
@@ -29,15 +28,19 @@ STILL = math.log(1.1)
 
 VANISHED = "more gradients vanish than p allows, and the others are clipped to almost nothing"
 TOO_LOW = (
-    "take p above the fraction of examples that the model fits (with a rare class, above 1 - its share), or "
-    "Constant(tau) at the norm of the gradient of an example that it gets wrong"
+    "take BalancedThreshold(), which a few long gradients keep up, or p above the fraction of examples that the model "
+    "fits (with a rare class, above 1 - its share), or Constant(tau) at the norm of the gradient of an example that it "
+    "gets wrong"
 )
 TOO_HIGH = "lower the learning rate, or scale the loss down: the gradients have outgrown the threshold"
-STUCK = "take a larger batch, another initial tau or another threshold"
+STUCK = "take BalancedThreshold(), a larger batch or another initial tau"
+BOUND_TOO_HIGH = (
+    "lower tau_min or scale the loss up; with a rare class, take a larger batch: noise may hide its gradients"
+)
 
 
 class LostThreshold(UserWarning):
-    """The warning that a threshold no longer follows its quantile; issued once per run."""
+    """The warning that a threshold no longer follows the gradients; issued once per run."""
 
 
 def lost_groups(records: Sequence[StepRecord], threshold: Threshold[object], names: Sequence[str]) -> tuple[str, ...]:
@@ -46,10 +49,10 @@ def lost_groups(records: Sequence[StepRecord], threshold: Threshold[object], nam
     A group is lost in one of two cases:
 
     * tau was at a bound of the threshold in at least half of the last `WINDOW` steps.
-    * tau stands still although the unclipped fraction misses p by more than 0.1 and by more than half of
-      min(p, 1 - p), with statistical certainty. The released fractions themselves give the size of the noise.
+    * tau stands still although the unclipped fraction misses p, where there is one, by more than 0.1 and by more than
+      half of min(p, 1 - p), with statistical certainty. The released fractions themselves give the size of the noise.
 
-    A threshold without a quantile is never lost.
+    A threshold without bounds and without a quantile is never lost.
 
     Args:
         records: The records of the run; the last `WINDOW` suffice.
@@ -61,27 +64,26 @@ def lost_groups(records: Sequence[StepRecord], threshold: Threshold[object], nam
     >>> lost_groups(records, PrivateQuantile(0.7), ["flat"]), lost_groups(records, Constant(1e-6), ["flat"])
     (('flat',), ())
     """
-    if "p" not in vars(threshold):
-        return ()
-    p, tau_min, tau_max = _aim(threshold)
     if (records[-1].step + 1) % EVERY:
         return records[-2].lost if len(records) > 1 else ()
     if len(records) < WINDOW:
         return ()
     window = records[-WINDOW:]
     taus = np.array([record.tau for record in window])
-    is_lost = _at_bound(taus, tau_min, tau_max) != 0
-    if threshold.private and all(record.noisy_unclipped for record in window):  # a raw quantile is exact
+    is_lost = _at_bound(taus, *_bounds(threshold)) != 0
+    p = vars(threshold).get("p")
+    is_noisy = threshold.private and all(record.noisy_unclipped for record in window)  # a raw quantile is exact
+    if p is not None and is_noisy:
         targets = np.array([at(p, record.step) for record in window])
         errors = np.array([record.noisy_unclipped for record in window]) - targets[:, None]
         is_lost |= _stuck(errors, np.log(taus), max(MARGIN, min(targets[-1], 1 - targets[-1]) / 2))
     return tuple(name for name, lost in zip(names, is_lost, strict=True) if lost)
 
 
-def _aim(threshold: Threshold[object]) -> tuple[Schedule | float, float, float]:
-    """Return p and the bounds of tau: 0 and inf for a threshold without bounds."""
+def _bounds(threshold: Threshold[object]) -> tuple[float, float]:
+    """Return the bounds of tau: 0 and inf for a threshold without bounds, which tau never reaches."""
     settings = vars(threshold)
-    return settings["p"], settings.get("tau_min", 0.0), settings.get("tau_max", math.inf)
+    return settings.get("tau_min", 0.0), settings.get("tau_max", math.inf)
 
 
 def _at_bound(taus: Floats, tau_min: float, tau_max: float) -> Floats:
@@ -105,14 +107,17 @@ def explain(records: Sequence[StepRecord], threshold: Threshold[object], names: 
     lost = records[-1].lost if records else ()
     if not lost:
         return ""
-    p, tau_min, tau_max = _aim(threshold)
+    p, (tau_min, tau_max) = vars(threshold).get("p"), _bounds(threshold)
     since = next((record.step + 1 for record in reversed(records) if not record.lost), 0)
     window, group = records[-WINDOW:], list(names).index(lost[0])
     taus = np.array([record.tau[group] for record in window])
     fractions = [record.noisy_unclipped[group] for record in window if record.noisy_unclipped]
-    target = f"for p = {at(p, window[-1].step):.3g}"
-    fraction = f", where {np.mean(fractions):.2f} of the examples are left unclipped, {target}" if fractions else ""
+    fraction = f", where {np.mean(fractions):.2f} of the examples are left unclipped" if fractions else ""
+    if fractions and p is not None:
+        fraction += f", for p = {at(p, window[-1].step):.3g}"
     match _at_bound(taus, tau_min, tau_max):
+        case -1 if p is None:
+            symptom, remedy = f"tau is at its lower bound {tau_min:g}{fraction}", BOUND_TOO_HIGH
         case -1:
             symptom, remedy = f"tau is at its lower bound {tau_min:g}{fraction}: {VANISHED}", TOO_LOW
         case 1:

@@ -59,6 +59,28 @@ def test_settings_that_differ(tmp_path):
     assert compare(runs).differences() == {"lr": "1 (the others); 2 (b)"}
 
 
+def test_a_learning_rate_that_was_found_differs_from_one_that_was_given(tmp_path):
+    runs = [made_run(tmp_path / name, settings={"lr": lr}) for name, lr in (("a", 1.0), ("b", None))]
+    runs.append(made_run(tmp_path / "c", settings={}))
+    assert compare(runs).differences() == {"lr": "1 (a); found by the run (b); none (c)"}
+
+
+BALANCED = {"name": "BalancedThreshold", "tau_min": 1e-6}
+
+
+def test_runs_with_and_without_p(tmp_path):
+    runs = [made_run(tmp_path / "quantile", lost_threshold="lost"), made_run(tmp_path / "balanced", threshold=BALANCED)]
+    first, second = compare(runs).rows()
+    assert (first["threshold"], first["p"]) == ("PrivateQuantile (lost)", "0.5")
+    assert (second["threshold"], second["p"]) == ("BalancedThreshold", "")
+    found = compare(runs).as_json()["runs"]
+    assert [(each["p"], each["lost_threshold"]) for each in found] == [(0.5, "lost"), (None, "")]
+    html = write_comparison(compare(runs), tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Dashed: the target p of the runs that have one." in html
+    html = write_comparison(compare(runs[1:]), tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Dashed" not in html
+
+
 def test_broken_runs_are_kept_by_their_error(two, tmp_path):
     found = compare([*two, tmp_path / "nothing"])
     assert list(found.runs) == ["flat", "grouped"]

@@ -8,7 +8,7 @@ pytest.importorskip("matplotlib")
 
 from made_runs import line, made_run, rewrite_line
 from qclip import schedules
-from qclip.apps.report import figures
+from qclip.apps.report import figures, words
 from qclip.apps.report.record import read, short_names
 from qclip.apps.report.run import write_report
 from qclip.apps.run_folder import RunFolder
@@ -112,15 +112,117 @@ def test_the_certificate_and_its_refusal(tmp_path):
 
 def test_a_lost_threshold_is_said_before_any_figure(tmp_path):
     told = "the threshold is lost since step 9: tau < p; take another"
-    html = text_of(write_report(made_run(tmp_path / "lost", lost_threshold=told)))
+    lost = made_run(tmp_path / "lost", lost_threshold=told, lost_from=9)
+    html = text_of(write_report(lost))
     assert html.index("The threshold is lost since step 9: tau &lt; p; take another.") < html.index("<img")
-    assert "Here it has lost them" in html
-    assert "lost" not in text_of(write_report(made_run(tmp_path / "found")))
+    assert "PrivateQuantile, p = 0.5, lost" in html
+    assert "The threshold was to follow" in html
+    assert html.count("Shaded: the steps at which the threshold counts as lost") == 2
+    html = text_of(write_report(made_run(tmp_path / "found")))
+    assert "The threshold was not tuned by hand: it follows" in html
+    assert "lost" not in html
+    assert "Shaded" not in html
 
 
-def test_the_caption_does_not_blame_a_threshold_that_cannot_be_lower(tmp_path):
-    html = text_of(write_report(made_run(tmp_path)))
-    assert "Above it, the threshold is too high, or none is low enough" in html
+def test_the_steps_at_which_it_was_lost_are_shaded(tmp_path):
+    record = read(made_run(tmp_path, lost_from=25))
+    assert record.lost.tolist() == [step >= 25 for step in range(40)]
+    for draw in (figures.threshold_path, figures.unclipped_fraction):
+        (shade,) = draw(record).axes[0].collections
+        places = shade.get_paths()[0].vertices[:, 0]
+        assert (places.min(), places.max()) == (25, 39)
+
+
+def test_a_threshold_at_its_lower_bound_is_not_called_too_high(tmp_path):
+    quantile = {"name": "PrivateQuantile", "p": 0.5}
+    html = text_of(write_report(made_run(tmp_path / "above", threshold=quantile | {"tau_min": 0.5})))
+    assert "above it, too high" in html
+    assert "lower bound" not in html
+    html = text_of(write_report(made_run(tmp_path / "at", threshold=quantile | {"tau_min": 1.0})))
+    assert "<b>Not so at its lower bound</b>, 1, which it reached" in html
+
+
+BALANCED = {"name": "BalancedThreshold", "initial": 0.1, "tau_min": 1e-6, "tau_max": 1e6}
+
+
+def test_a_threshold_without_p_is_not_held_to_one(tmp_path):
+    costs = {"noise_power": [0.25], "clipped_length": [0.1]}
+    html = text_of(write_report(made_run(tmp_path, threshold=BALANCED, costs=costs)))
+    assert html.count("<img") == 5
+    assert "keeps the two in balance" in html
+    assert "noise 0.5, bias at most 0.1" in html
+    assert "last threshold (BalancedThreshold)" in html
+    assert "as much noise as it would remove bias" in html
+    assert "There is no target" in html
+    assert "given beforehand" not in html
+    assert "fraction p" not in html
+    assert "Dashed" not in html
+
+
+def test_a_quantile_of_a_schedule_of_one_s_own_is_not_called_constant(tmp_path):
+    record = read(made_run(tmp_path, threshold={"name": "PrivateQuantile", "p": "mine.schedule"}))
+    assert "a fraction p of the examples stays unclipped" in words.aim(record)
+
+
+@pytest.mark.parametrize(
+    ("noise", "bias", "told"),
+    [
+        (0.25, 0.1, "noise 0.5, bias at most 0.1; noise cost more"),
+        (0.01, 0.3, "noise 0.1, bias at most 0.3; bias cost more"),
+        (0.01, 0.15, "noise 0.1, bias at most 0.15; both cost about the same"),
+        (0.0, 0.15, "noise 0, bias at most 0.15; bias cost more"),
+    ],
+)
+def test_the_costs_of_noise_and_bias_are_compared(tmp_path, noise, bias, told):
+    record = read(made_run(tmp_path, costs={"noise_power": [noise], "clipped_length": [bias]}))
+    assert words.costs(record) == f"At the median step, in units of the threshold: {told}."
+
+
+def test_the_first_steps_do_not_decide_what_cost_more(tmp_path):
+    folder = made_run(tmp_path, costs={"noise_power": [0.25], "clipped_length": [0.1]})
+    rewrite_line(folder, 0, line(step=0, tau=[0.01], noise_power=[0.25], clipped_length=[100.0], epsilon=1.0))
+    assert "noise 0.5, bias at most 0.1; noise cost more" in words.costs(read(folder))
+
+
+def test_the_costs_of_groups_add_up_by_squares(tmp_path):
+    costs = {"noise_power": [0.25, 0.04], "clipped_length": [0.3, 0.2]}
+    record = read(made_run(tmp_path, groups=("a", "b"), threshold=BALANCED, costs=costs))
+    first, second = record.taus.T
+    assert record.noise == pytest.approx(np.hypot(0.5 * first, 0.2 * second))
+    assert record.bias == pytest.approx(np.hypot(0.3 * first, 0.2 * second))
+    noise, bias = figures.costs(record).axes[0].get_lines()
+    assert (noise.get_label(), bias.get_label()) == ("noise", "bias, at most")
+    assert np.array_equal(noise.get_ydata(), record.noise)
+    assert np.array_equal(bias.get_ydata(), record.bias)
+    assert "in units of the threshold of all groups together" in words.costs(record)
+
+
+def test_a_threshold_that_cannot_tell_the_bias_shows_the_noise_alone(tmp_path):
+    folder = made_run(tmp_path, costs={"noise_power": [0.25], "clipped_length": []})
+    html = text_of(write_report(folder))
+    assert "does not estimate the bias" in html
+    assert "in units of the threshold: noise 0.5." in html
+    assert "in balance" not in html
+    assert [one.get_label() for one in figures.costs(read(folder)).axes[0].get_lines()] == ["noise"]
+
+
+def test_without_noise_and_bias_there_is_no_section(tmp_path):  # nor in an older folder, as above: four pictures
+    html = text_of(write_report(made_run(tmp_path, costs={"noise_power": [0.0], "clipped_length": []})))
+    assert "noise and clipping cost" not in html
+    assert html.count("<img") == 4
+
+
+def test_a_learning_rate_that_was_found_is_drawn_in_units_of_the_threshold(tmp_path):
+    folder = made_run(tmp_path / "found", settings={"epochs": 4, "lr": None})
+    html = text_of(write_report(folder))
+    assert "<h2>Learning rate</h2>" in html
+    assert "It began at 4 and came to 2." in html  # half-way, tau has fallen from 4 to 2
+    assert "<dt>lr</dt><dd>found by the run</dd>" in html
+    record = read(folder)
+    (drawn,) = figures.learning_rate(record).axes[0].get_lines()
+    assert np.array_equal(drawn.get_ydata(), record.taus[:, 0])
+    for name, settings in (("given", {"lr": 2.0}), ("older", {})):
+        assert read(made_run(tmp_path / name, settings=settings)).learning_rates is None
 
 
 def test_a_seeded_run_is_not_passed_off_as_private(tmp_path):

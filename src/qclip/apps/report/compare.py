@@ -35,7 +35,10 @@ class RunComparison:
         """Return the settings in which the runs differ: each value, and its runs."""
         settings = {name: record.summary.settings for name, record in self.runs.items()}
         names = dict.fromkeys(key for given in settings.values() for key in given if key not in UNCOMPARED)
-        texts = {key: {run: words.plain(given.get(key)) or "none" for run, given in settings.items()} for key in names}
+        texts = {
+            key: {run: words.setting(key, given.get(key, "")) or "none" for run, given in settings.items()}
+            for key in names
+        }
         return {key: _grouped(text) for key, text in texts.items() if len(set(text.values())) > 1}
 
     def as_json(self) -> dict[str, Any]:
@@ -49,7 +52,7 @@ class RunComparison:
         summary = record.summary
         return {
             "task": words.plain(summary.task),
-            "threshold": words.threshold(record),
+            "threshold": words.threshold(record) + (" (lost)" if summary.lost_threshold else ""),
             "p": words.quantile(record),
             "groups": words.plain(len(record.groups)) if len(record.steps) else "",
             "batch": words.plain(summary.batch_size),
@@ -108,6 +111,7 @@ def _as_json(name: str, record: Record) -> dict[str, Any]:
         "p": None if targets is None else float(targets[-1]),
         "groups": len(record.groups),
         "epochs": words.epochs(record),
+        "lost_threshold": record.summary.lost_threshold,
         "last_tau": record.taus[-1].tolist() if len(record.steps) else [],
         **{key: getattr(record.summary, key) for key in keys},
     }

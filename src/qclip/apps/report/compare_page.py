@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from qclip.apps.report import page
 from qclip.apps.report.compare import RunComparison
-from qclip.apps.report.figures import FEW, SCALE, WIDTH, log_axis, running_mean, window
+from qclip.apps.report.figures import FEW, SCALE, WIDTH, line_marker, log_axis, running_mean, window
 from qclip.apps.report.record import Record
 from qclip.apps.report.run import STYLE, caption, picture
 from qclip.apps.report.style import CYCLE, label, new_figure
@@ -91,7 +91,7 @@ def _thresholds(runs: Runs, colors: Colors) -> Iterator[str]:
         ax.plot(
             record.steps,
             np.median(record.taus, axis=1),
-            marker=_marker(record),
+            marker=line_marker(record),
             color=colors[name],
             linewidth=1.5,
             label=name,
@@ -111,14 +111,17 @@ def _unclipped(runs: Runs, colors: Colors) -> Iterator[str]:
     if not runs:
         return
     yield "<h2>Fraction of unclipped examples</h2>"
+    aiming = [record for record in runs.values() if record.targets is not None]
+    some = "" if len(aiming) == len(runs) else " of the runs that have one"
     yield caption(
-        "Running means of the noisy fractions (over the groups too). Dashed: the targets.",
+        "Running means of the noisy fractions (over the groups too).",
+        f"Dashed: the target p{some}." if aiming else "",
         "Runs whose threshold does not measure the fraction are not shown.",
     )
     figure, (ax,) = new_figure(width=WIDTH, height=3.4)
     for name, record in runs.items():
         means = running_mean(record.noisy_unclipped, window(len(record.steps))).mean(axis=1)
-        ax.plot(record.steps, means, marker=_marker(record), color=colors[name], linewidth=1.5, label=name)
+        ax.plot(record.steps, means, marker=line_marker(record), color=colors[name], linewidth=1.5, label=name)
         if record.targets is not None:
             ax.plot(record.steps, record.targets, "--", color=colors[name], linewidth=0.9, alpha=0.7)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -134,10 +137,6 @@ def _colors(runs: Runs) -> Colors:
         return dict(zip(runs, CYCLE, strict=False))
     scale = colormaps["tab20"] if count <= 20 else SCALE
     return {name: scale(index if count <= 20 else index / (count - 1)) for index, name in enumerate(runs)}
-
-
-def _marker(record: Record) -> str:
-    return "o" if len(record.steps) == 1 else ""  # a line of one point is invisible
 
 
 def _legend(figure: Figure, ax: Axes) -> None:

@@ -1,4 +1,4 @@
-"""The figures of a run: threshold, unclipped fraction, epsilon and held-out scores."""
+"""The figures of a run: threshold, unclipped fraction, costs, learning rate, epsilon and held-out scores."""
 
 import numpy as np
 from matplotlib import colormaps
@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from qclip._validate import Floats
 from qclip.apps.report.record import Record
-from qclip.apps.report.style import BLUE, CYCLE, RED, label, new_figure
+from qclip.apps.report.style import BLUE, CYCLE, ORANGE, RED, label, new_figure
 
 WIDTH, HEIGHT = 8.4, 3.0
 FEW = len(CYCLE)
@@ -22,6 +22,7 @@ def threshold_path(record: Record) -> Figure:
     """Draw the threshold of each group against the steps, on a logarithmic axis."""
     figure, (ax,) = new_figure(width=WIDTH, height=HEIGHT)
     _lines(ax, record, record.taus)
+    _shade_lost(ax, record)
     log_axis(ax, record.taus)
     label(ax, "step", "threshold")
     _name_groups(figure, ax, record)
@@ -37,6 +38,7 @@ def unclipped_fraction(record: Record) -> Figure:
             ax.plot(record.steps, noisy[:, index], ".", color=CYCLE[index], alpha=0.3, markersize=4)
     means = running_mean(noisy, window(len(record.steps)))
     _lines(ax, record, means)
+    _shade_lost(ax, record)
     if record.targets is not None:
         marker = "_" if len(record.steps) == 1 else ""
         style = {"linestyle": "--", "color": "black", "linewidth": 1.1, "marker": marker, "markersize": 12}
@@ -44,6 +46,31 @@ def unclipped_fraction(record: Record) -> Figure:
     ax.set_ylim(*_fraction_limits(means, record.targets))
     label(ax, "step", "fraction unclipped")
     _name_groups(figure, ax, record)
+    return figure
+
+
+def costs(record: Record) -> Figure:
+    """Draw the length of the noise and the bound on the bias of each step's mean gradient, on a logarithmic axis."""
+    figure, (ax,) = new_figure(width=WIDTH, height=HEIGHT)
+    lines = {"noise": (record.noise, BLUE), "bias, at most": (record.bias, ORANGE)}
+    for name, (lengths, color) in lines.items():
+        if (lengths > 0).any():
+            ax.plot(record.steps, lengths, marker=line_marker(record), color=color, linewidth=1.6, label=name)
+    drawn = np.concatenate([record.noise, record.bias])
+    log_axis(ax, drawn[drawn > 0])
+    step_axis(ax, record.steps)
+    label(ax, "step", "length")
+    return figure
+
+
+def learning_rate(record: Record) -> Figure:
+    """Draw the learning rate that the run found, in units of the threshold."""
+    assert record.learning_rates is not None
+    figure, (ax,) = new_figure(width=WIDTH, height=2.2)
+    ax.plot(record.steps, record.learning_rates, marker=line_marker(record), color=BLUE, linewidth=1.6)
+    ax.set_ylim(bottom=0)
+    step_axis(ax, record.steps)
+    label(ax, "step", "learning rate")
     return figure
 
 
@@ -125,9 +152,14 @@ def step_axis(ax: Axes, steps: Floats) -> None:
         ax.set_xlim(steps[0] - 1, steps[0] + 1)
 
 
+def line_marker(record: Record) -> str:
+    """Return the marker of a line: a dot where there is one step, which would be invisible otherwise."""
+    return "o" if len(record.steps) == 1 else ""
+
+
 def _lines(ax: Axes, record: Record, values: Floats) -> None:
     """Draw a line per group of [n, K]; a dot each where there is one step."""
-    names, marker = record.groups, "o" if len(record.steps) == 1 else ""
+    names, marker = record.groups, line_marker(record)
     few = len(names) <= FEW
     for index, name in enumerate(names):
         color = CYCLE[index] if few else SCALE(index / (len(names) - 1))
@@ -135,6 +167,12 @@ def _lines(ax: Axes, record: Record, values: Floats) -> None:
         width = 1.6 if few else 0.8
         ax.plot(record.steps, values[:, index], marker=marker, color=color, linewidth=width, label=shown)
     step_axis(ax, record.steps)
+
+
+def _shade_lost(ax: Axes, record: Record) -> None:
+    """Shade the steps at which the threshold was lost."""
+    height = {"transform": ax.get_xaxis_transform(), "color": ORANGE, "alpha": 0.15, "linewidth": 0}
+    ax.fill_between(record.steps, 0, 1, where=record.lost, step="mid", **height)
 
 
 def _name_groups(figure: Figure, ax: Axes, record: Record) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from qclip import _validate as check
 from qclip._validate import Floats
@@ -42,6 +43,14 @@ class Record:
     """The threshold of each group, [n, K]."""
     noisy_unclipped: Floats
     """The noisy unclipped fraction of each group, [n, K]; NaN where it was not measured."""
+    noise_power: Floats
+    """The squared length of the noise on the mean gradient, over the squared threshold, [n, K]; NaN if not recorded."""
+    clipped_length: Floats
+    """The mean length that clipping takes from a gradient, over the threshold, [n, K]; NaN where not estimated."""
+    step_sizes: Floats
+    """The learning rate of each step, on gradients in their own units, [n]; NaN where it was not recorded."""
+    lost: NDArray[np.bool_]
+    """Whether the threshold of any group was lost after each step, [n]."""
     epsilons: Floats
     """The epsilon spent after each step, [n]; infinite without privacy."""
     scores: tuple[Score, ...]
@@ -93,6 +102,33 @@ class Record:
         return values(p, int(self.steps[-1]) + 1)[self.steps]
 
     @property
+    def reached_floor(self) -> bool:
+        """Whether the threshold of any group was ever at its lower bound."""
+        lowest = self.threshold.get("tau_min")
+        return isinstance(lowest, int | float) and bool((self.taus <= lowest).any())
+
+    @property
+    def clip_norms(self) -> Floats:
+        """The threshold of all groups together, [n]."""
+        return np.sqrt((self.taus**2).sum(axis=1))
+
+    @property
+    def noise(self) -> Floats:
+        """The length of the noise on each step's mean gradient, [n]; NaN where it was not recorded."""
+        return np.sqrt((self.noise_power * self.taus**2).sum(axis=1))
+
+    @property
+    def bias(self) -> Floats:
+        """The estimated bound on the bias of each step's mean gradient, [n]; NaN where it was not estimated."""
+        return np.sqrt(((self.clipped_length * self.taus) ** 2).sum(axis=1))
+
+    @property
+    def learning_rates(self) -> Floats | None:
+        """The learning rates that the run found, in units of the threshold, [n]; None where it was told one."""
+        found = self.summary.settings.get("lr", "not a setting") is None and np.isfinite(self.step_sizes).all()
+        return self.step_sizes * self.clip_norms if found and len(self.steps) else None
+
+    @property
     def metrics(self) -> list[str]:
         """The names of the held-out metrics, accuracy first."""
         names = dict.fromkeys(name for score in self.scores for name in score.values)
@@ -130,7 +166,11 @@ def read(folder: Path) -> Record:
         steps=np.array(list(lines), dtype=np.int64),
         taus=taus,
         noisy_unclipped=_matrix(lines, "noisy_unclipped", files, width=taus.shape[1]),
-        epsilons=np.array([_number(line.get("epsilon"), math.inf, step, files) for step, line in lines.items()]),
+        noise_power=_matrix(lines, "noise_power", files, width=taus.shape[1]),
+        clipped_length=_matrix(lines, "clipped_length", files, width=taus.shape[1]),
+        step_sizes=_column(lines, "step_size", math.nan, files),
+        lost=np.array([bool(line.get("lost")) for line in lines.values()], dtype=np.bool_),
+        epsilons=_column(lines, "epsilon", math.inf, files),
         scores=tuple(_score(line, files) for line in files.scores()),
     )
 
@@ -149,6 +189,11 @@ def _matrix(lines: Mapping[int, Line], key: str, files: RunFolder, width: int | 
             raise _broken(files, step, f"{key} does not have one value per group")
         rows.append(row)
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(rows[0]) if rows else 0)
+
+
+def _column(lines: Mapping[int, Line], key: str, absent: float, files: RunFolder) -> Floats:
+    """Return the numbers under ``key``, one per step."""
+    return np.array([_number(line.get(key), absent, step, files) for step, line in lines.items()], dtype=np.float64)
 
 
 def _score(line: Line, files: RunFolder) -> Score:

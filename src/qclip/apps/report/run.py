@@ -5,6 +5,7 @@ from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from qclip.apps.report import figures, page, words
@@ -20,6 +21,8 @@ dl { grid-template-columns: 12rem 1fr; } p.caption { max-width: 50rem; margin: .
 table.wide { font-size: .8rem; } .wide th, .wide td { padding: .3rem .4rem; }
 summary { color: #2563a8; cursor: pointer; } pre { background: #f2f4f6; padding: .6rem .8rem; white-space: pre-wrap; }
 </style>"""
+
+SHADED = "Shaded: the steps at which the threshold counts as lost."
 
 TERMS = {
     "optimisation": "the remaining distance from the start; shrinks with more and larger steps",
@@ -69,6 +72,8 @@ def _body(record: Record) -> Iterator[str]:
     if len(record.steps):
         yield from _threshold(record)
         yield from _unclipped(record)
+        yield from _costs(record)
+        yield from _learning_rate(record)
         yield from _epsilon(record)
     yield from _held_out(record)
     yield from _certificate(record)
@@ -81,7 +86,8 @@ def _headline(record: Record) -> str:
     cards.append((f"ε = {words.epsilon(record.epsilon)}", f"spent, at δ = {delta}" if record.private else "no privacy"))
     if len(record.steps):
         p = words.quantile(record)
-        kind = escape(words.threshold(record)) + (f", p = {p}" if p else "")
+        lost = ", lost" if record.summary.lost_threshold else ""
+        kind = escape(words.threshold(record)) + (f", p = {p}" if p else "") + lost
         cards.append((words.taus(record), f"last threshold ({kind})"))
     shown = "".join(f"<div><b>{value}</b>{text}</div>" for value, text in cards)
     return f'<div class="headline">{shown}</div>'
@@ -111,12 +117,10 @@ def _threshold(record: Record) -> Iterator[str]:
         "A per-example gradient longer than the threshold is scaled down to it, which bounds the influence of each",
         "example. The noise is proportional to the threshold: a high one drowns the gradient in noise, a low one",
         "distorts it.",
-        "The threshold was not tuned by hand: it follows the gradients, so that a fraction p of the examples stays "
-        "unclipped." + (" Here it has lost them: see the note above." if record.summary.lost_threshold else "")
-        if words.quantile(record)
-        else "It was given beforehand and does not depend on the data.",
+        words.aim(record),
         f"Each of the {count} groups of parameters has its own." if count > 1 else "",
         "The axis is logarithmic.",
+        SHADED if record.lost.any() else "",
     )
     yield picture(figures.threshold_path(record), "threshold against steps")
     if count > 1:
@@ -142,13 +146,63 @@ def _unclipped(record: Record) -> Iterator[str]:
     yield caption(
         f"Dots: the released fraction at each step{noise}." if len(record.groups) <= figures.FEW else "",
         f"Lines: running means over {figures.window(len(record.steps))} steps.",
-        "Dashed: the target p. Near it, the threshold follows the gradients. Below it, the threshold is too low, as it "
-        "may be at the start. Above it, the threshold is too high, or none is low enough: more gradients vanish than p "
-        "allows, and the threshold falls to its lower bound."
-        if record.targets is not None
-        else "",
+        *_reading(record),
     )
     yield picture(figures.unclipped_fraction(record), "fraction of examples left unclipped against steps")
+
+
+def _reading(record: Record) -> Iterator[str]:
+    """Say how to read the unclipped fraction; above p, a threshold at its lower bound is not too high."""
+    if words.is_balanced(record):
+        yield "There is no target: the more noise, the more examples are clipped."
+    if record.targets is not None:
+        yield "Dashed: the target p. Near it, the threshold follows the gradients."
+        yield "Below it, the threshold is too low; above it, too high: it may be either at the start."
+        if record.reached_floor:
+            yield (
+                f"<b>Not so at its lower bound</b>, {words.plain(record.threshold['tau_min'])}, which it reached: a "
+                "fraction above p there means that more gradients vanish than p allows, and that the others are "
+                "clipped to almost nothing."
+            )
+    if record.lost.any():
+        yield SHADED
+
+
+def _costs(record: Record) -> Iterator[str]:
+    if not (record.noise > 0).any() and not (record.bias > 0).any():
+        return
+    yield "<h2>What noise and clipping cost</h2>"
+    yield caption(*_sources(record), words.costs(record))
+    yield picture(figures.costs(record), "noise and bias of the mean gradient against steps")
+
+
+def _sources(record: Record) -> Iterator[str]:
+    """Say what noise and bias are, and what the threshold does about them."""
+    yield "What makes a step's mean gradient wrong, in its own units, on a logarithmic axis."
+    yield "Noise: the length of the noise added for privacy, which grows with the threshold."
+    if np.isfinite(record.bias).any():
+        yield "Bias: the most that clipping can have changed the mean, estimated from noisy counts; it shrinks as the"
+        yield "threshold grows. Noise points another way at each step and partly averages out; bias does not."
+    else:
+        yield "This threshold does not estimate the bias of clipping, and little noise alone does not make it a good"
+        yield "one: the lower it is, the less noise and the more bias."
+    if words.is_balanced(record):
+        yield "The threshold keeps the two in balance: it falls where noise costs more, and rises where bias does."
+
+
+def _learning_rate(record: Record) -> Iterator[str]:
+    rates = record.learning_rates
+    if rates is None:
+        return
+    search = rates[record.steps < record.summary.num_steps / 2]
+    yield "<h2>Learning rate</h2>"
+    yield caption(
+        "Found by the run from its released gradients, at no cost in privacy, and in units of the threshold.",
+        "In the first half of the run it grows while the gradient points where the last steps went, and falls when it",
+        "points back; in the second half it decays to 0.",
+        f"It began at {words.number(float(search[0]), 2)} and came to {words.number(float(search[-1]), 2)}.",
+    )
+    yield picture(figures.learning_rate(record), "learning rate against steps")
 
 
 def _epsilon(record: Record) -> Iterator[str]:
@@ -211,7 +265,7 @@ def _facts(record: Record) -> Iterator[str]:
         "seconds": words.plain(summary.seconds),
     }
     yield page.definitions(facts.items())
-    shown = [(key.replace("_", " "), words.plain(value)) for key, value in summary.settings.items()]
+    shown = [(key.replace("_", " "), words.setting(key, value)) for key, value in summary.settings.items()]
     yield f"<h2>Settings</h2>{page.definitions(shown)}"
     yield f"<h2>Command</h2><pre>{escape(summary.command)}</pre>"
     versions = ", ".join(f"{name} {version}" for name, version in summary.versions.items())

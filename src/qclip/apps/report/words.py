@@ -4,6 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
+from qclip._validate import Floats
 from qclip.apps.report.record import Record
 
 
@@ -56,9 +59,61 @@ def plain(value: Any) -> str:
             return str(value)
 
 
+def setting(name: str, value: Any) -> str:
+    """Format a setting of the command line; None is empty, but a run without a learning rate finds its own.
+
+    >>> setting("lr", None), setting("lr", 2.0), setting("tau", None)
+    ('found by the run', '2', '')
+    """
+    return "found by the run" if name == "lr" and value is None else plain(value)
+
+
 def threshold(record: Record) -> str:
     """Return the name of the threshold."""
     return str(record.threshold.get("name", "unknown"))
+
+
+def is_balanced(record: Record) -> bool:
+    """Return whether the threshold balances noise and bias."""
+    return threshold(record) == "BalancedThreshold"
+
+
+def aim(record: Record) -> str:
+    """Say what the threshold follows, or was to follow if it is lost; empty for a threshold of the user's own."""
+    if "p" in record.threshold:
+        text = "follow the gradients, so that a fraction p of the examples stays unclipped"
+    elif is_balanced(record):
+        text = "follow the gradients to where a higher threshold would add as much noise as it would remove bias"
+    elif "tau" in record.threshold:
+        return "The threshold was given beforehand and does not depend on the data."
+    else:
+        return ""
+    if record.summary.lost_threshold:
+        return f"The threshold was to {text}. Here it has lost them: see the note above."
+    return f"The threshold was not tuned by hand: it {text.replace('follow', 'follows', 1)}."
+
+
+def costs(record: Record) -> str:
+    """Say in a sentence what noise and bias amount to over the run; empty where the noise was not recorded."""
+    noise, bias = (_median(lengths / record.clip_norms) for lengths in (record.noise, record.bias))
+    if noise is None:
+        return ""
+    where = "At the median step, in units of the threshold" + (
+        " of all groups together" if len(record.groups) > 1 else ""
+    )
+    if bias is None:
+        return f"{where}: noise {number(noise, 2)}."
+    if max(noise, bias) < 2 * min(noise, bias):
+        verdict = "both cost about the same"
+    else:
+        verdict = "noise cost more" if noise > bias else "bias cost more"
+    return f"{where}: noise {number(noise, 2)}, bias at most {number(bias, 2)}; {verdict}."
+
+
+def _median(values: Floats) -> float | None:
+    """Return the median of the finite values: a mean would be that of the first steps, where tau is far off."""
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if finite.size else None
 
 
 def threshold_settings(record: Record) -> str:
