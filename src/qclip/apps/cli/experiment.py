@@ -9,7 +9,24 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from qclip.apps.experiments.accuracy_settings import AccuracySettings
 from qclip.apps.experiments.quality_settings import QualitySettings
+
+
+@dataclass(frozen=True)
+class AccuracyCommand:
+    """Accuracy with nothing tuned, against the best of grids, at one budget (docs/accuracy.md)."""
+
+    settings: AccuracySettings = field(default_factory=AccuracySettings)
+    """The runs to compare."""
+
+    def run(self, console: Console) -> int:
+        """Finish the runs and print the table."""
+        from qclip.apps.experiments.accuracy import accuracy
+
+        say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        say(accuracy(self.settings, say))
+        return 0
 
 
 @dataclass(frozen=True)
@@ -78,7 +95,8 @@ class ExperimentCommand:
     """Reproduce a table and a figure of the documentation."""
 
     which: (
-        Annotated[QualityCommand, tyro.conf.subcommand("quality")]
+        Annotated[AccuracyCommand, tyro.conf.subcommand("accuracy")]
+        | Annotated[QualityCommand, tyro.conf.subcommand("quality")]
         | Annotated[RareClassCommand, tyro.conf.subcommand("rare-class")]
         | Annotated[TrackingCommand, tyro.conf.subcommand("tracking")]
     )

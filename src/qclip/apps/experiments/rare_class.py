@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import rankdata
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -21,6 +20,7 @@ from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.apps.data import Task, load
 from qclip.apps.data.task import classification, scorer
+from qclip.apps.experiments.scores import auc, held_out_scores
 from qclip.thresholds import Constant, PrivateQuantile, Threshold
 from qclip.training.make import make_private
 
@@ -193,9 +193,9 @@ def _privately(name: str, task: Task, method: str, threshold: Threshold[Any], *,
         for _ in range(task.defaults.epochs):
             for x, y in training.loader:
                 training.step(x, y)
-        scores.append(_measured(task, model))
+        scores.append(held_out_scores(task, model))
         taus.append(training.history[-1].tau[0])
-    losses, aucs, accuracies = zip(*scores, strict=True)
+    losses, aucs, accuracies = ([score[name] for score in scores] for name in ("loss", "auc", "accuracy"))
     spread = statistics.stdev if seeds > 1 else lambda _: 0.0
     mean = statistics.mean
     return RareClassRow(
@@ -220,26 +220,6 @@ def _without_privacy(name: str, task: Task) -> RareClassRow:
     accuracy = (scores.argmax(1) == held_targets).double().mean().item()
     area = auc(scores[:, 1], held_targets)
     return RareClassRow(name, "logistic regression, no privacy", loss, 0.0, area, 0.0, accuracy, None)
-
-
-def _measured(task: Task, model: nn.Module) -> tuple[float, float, float]:
-    inputs, targets = _tensors(task)[1]
-    with torch.no_grad():
-        outputs = model(inputs)
-    score = task.score(model)
-    return score["loss"], auc(outputs[:, 1] - outputs[:, 0], targets), score["accuracy"]
-
-
-def auc(scores: Tensor, targets: Tensor) -> float:
-    """Return the probability that a positive has a higher score than a negative, ties counting half.
-
-    >>> auc(torch.tensor([0.1, 0.7, 0.4, 0.4]), torch.tensor([0, 1, 1, 0]))
-    0.875
-    """
-    positive = targets.numpy() == 1
-    count, others = int(positive.sum()), int((~positive).sum())
-    ranks = rankdata(scores.double().numpy())[positive]
-    return float((ranks.sum() - count * (count + 1) / 2) / (count * others))
 
 
 def _tensors(task: Task) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
