@@ -177,6 +177,8 @@ def test_the_choice_by_loss():
     assert best(runs, SMALL) is runs[0]
     assert best(runs, replace(SMALL, choose="loss")) is runs[1]
     assert best(runs[2:], SMALL) is None
+    equal = [Run(JOB, accuracy=0.9, loss=2.0), Run(JOB, accuracy=0.9, loss=1.5)]
+    assert best(equal, SMALL) is equal[1]
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 7, 8])

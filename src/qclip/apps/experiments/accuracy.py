@@ -95,8 +95,7 @@ class Jobs:
 
 
 def best(runs: Sequence[Run], settings: AccuracySettings) -> Run | None:
-    """Return the run with the best held-out score; None if all of them failed."""
-    finished = [run for run in runs if not run.error]
-    if settings.choose == "loss":
-        return min(finished, key=lambda run: run.loss, default=None)
-    return max(finished, key=lambda run: run.accuracy, default=None)
+    """Return the run with the best held-out score, of equal accuracies that of least loss; None if all failed."""
+    by_loss = settings.choose == "loss"
+    finished = (run for run in runs if not run.error)
+    return min(finished, key=lambda run: run.loss if by_loss else (-run.accuracy, run.loss), default=None)

@@ -24,11 +24,11 @@ from qclip import _validate as check
 from qclip.apps.data import Task, load
 from qclip.apps.experiments.accuracy_settings import AccuracySettings
 from qclip.apps.experiments.scores import held_out_scores
+from qclip.apps.experiments.task_training import train_privately
 from qclip.engine.torch_settings import fp32_precision
 from qclip.thresholds import BalancedThreshold, Constant, PrivateQuantile, Threshold
 from qclip.training.dataset import dataset_size
 from qclip.training.lost_threshold import LostThreshold
-from qclip.training.make import make_private
 from qclip.training.plan import plan_training
 from qclip.training.run import PrivateTraining
 
@@ -252,20 +252,26 @@ def _trained(settings: AccuracySettings, run: Run) -> Run:
     model = task.build_model().to(settings.device)
     if job.epsilon is None:
         steps = _train_without_privacy(model, task, examples(settings), job)
-        return replace(run, steps=steps, **held_out_scores(task, model))
+        return _scored(run, task, model, steps=steps)
     training = _train_privately(settings, model, task, run)
     history = training.history
     second_half = [record.noisy_unclipped[0] for record in history[len(history) // 2 :] if record.noisy_unclipped]
     middle = history[(len(history) - 1) // 2]  # the last step before the decay
-    return replace(
+    return _scored(
         run,
+        task,
+        model,
         tau=history[-1].tau[0],
         unclipped=sum(second_half) / len(second_half) if second_half else None,
         rate_at_half=middle.step_size * middle.tau[0],
         noise_power=history[-1].noise_power[0],
         steps=len(history),
-        **held_out_scores(task, model),
     )
+
+
+def _scored(run: Run, task: Task, model: nn.Module, **facts: Any) -> Run:
+    scores = held_out_scores(task, model)
+    return replace(run, accuracy=scores["accuracy"], loss=scores["loss"], auc=scores.get("auc"), **facts)
 
 
 def _train_privately(settings: AccuracySettings, model: nn.Module, task: Task, run: Run) -> PrivateTraining:
@@ -273,25 +279,19 @@ def _train_privately(settings: AccuracySettings, model: nn.Module, task: Task, r
     plan = plan_training(
         len(data), job.batch_size, epochs=job.epochs, noise_multiplier=run.noise_multiplier, delta=job.delta
     )
-    training = make_private(
+    return train_privately(
+        task,
         model,
-        torch.optim.SGD(model.parameters(), lr=1.0),  # step_size sets the rate
-        data,
-        loss=task.loss,
-        batch_size=job.batch_size,
-        epochs=job.epochs,
-        noise_multiplier=run.noise_multiplier,
-        delta=job.delta,
         threshold=job.threshold,
         step_size="auto" if job.rate is None else LateDecay(job.rate, plan.num_steps),
-        rescale_to_unit_norm=True,
+        batch_size=job.batch_size,
+        epochs=job.epochs,
+        seed=job.seed,
+        data=data,
+        noise_multiplier=run.noise_multiplier,
+        delta=job.delta,
         physical_batch_size=settings.physical_batch_size,
-        seed=job.seed,  # for reproducibility; leave it out for sensitive data
     )
-    for _ in range(job.epochs):
-        for x, y in training.loader:
-            training.step(x, y)
-    return training
 
 
 def _train_without_privacy(model: nn.Module, task: Task, data: TensorDataset, job: Job) -> int:
