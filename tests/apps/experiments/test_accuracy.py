@@ -82,6 +82,14 @@ def test_the_table_shows_each_stage(finished):
     assert str(settings.out) not in table
 
 
+def test_the_figure(finished):
+    pytest.importorskip("matplotlib")
+    settings, _ = finished
+    assert not (settings.out / "accuracy.png").exists()
+    accuracy(replace(settings, figure=True), say=pytest.fail)
+    assert (settings.out / "accuracy.png").stat().st_size > 1000
+
+
 def test_a_second_call_runs_nothing(finished, monkeypatch):
     settings, table = finished
     monkeypatch.setattr(accuracy_runs, "train", None)

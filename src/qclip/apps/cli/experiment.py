@@ -10,7 +10,6 @@ import tyro
 from rich.console import Console
 
 from qclip.apps.experiments.accuracy_settings import AccuracySettings
-from qclip.apps.experiments.quality_settings import QualitySettings
 
 
 @dataclass(frozen=True)
@@ -26,22 +25,6 @@ class AccuracyCommand:
 
         say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         say(accuracy(self.settings, say))
-        return 0
-
-
-@dataclass(frozen=True)
-class QualityCommand:
-    """Test accuracy of private quantiles and of constant thresholds at one budget (docs/private-training.md)."""
-
-    settings: QualitySettings = field(default_factory=QualitySettings)
-    """The runs to compare."""
-
-    def run(self, console: Console) -> int:
-        """Train every run and print the table."""
-        from qclip.apps.experiments import quality
-
-        rows = quality.quality(self.settings, say=lambda text: console.print(text, highlight=False))
-        console.print(quality.table(rows), highlight=False)
         return 0
 
 
@@ -96,7 +79,6 @@ class ExperimentCommand:
 
     which: (
         Annotated[AccuracyCommand, tyro.conf.subcommand("accuracy")]
-        | Annotated[QualityCommand, tyro.conf.subcommand("quality")]
         | Annotated[RareClassCommand, tyro.conf.subcommand("rare-class")]
         | Annotated[TrackingCommand, tyro.conf.subcommand("tracking")]
     )

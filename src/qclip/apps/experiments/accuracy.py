@@ -23,12 +23,17 @@ RATE_MARGIN = 1.0
 
 
 def accuracy(settings: AccuracySettings, say: Callable[[str], object] = print) -> str:
-    """Run what is not yet in runs.jsonl, write table.md and return it."""
+    """Run what is not yet in runs.jsonl; write table.md, and a figure where it is asked for; return the table."""
     settings.check()
     with Runner(settings, say) as runner:
         results = _results(settings, runner)
     text = table(results)
     (settings.out / "table.md").write_text(text, encoding="utf-8")
+    if settings.figure:
+        from qclip.apps.experiments.accuracy_figure import draw
+        from qclip.apps.report.style import save
+
+        save(draw(results), settings.out / "accuracy.png")
     return text
 
 

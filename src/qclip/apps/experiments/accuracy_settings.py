@@ -48,6 +48,8 @@ class AccuracySettings:
     """Most examples in memory at once."""
     table_only: bool = False
     """Write table.md from the runs that are finished, and start none."""
+    figure: bool = False
+    """Draw accuracy.png, too, which takes matplotlib."""
     out: Path = Path("out/accuracy")
     """Folder for runs.jsonl, to which each run is added as it finishes and from which the next call goes on, and for
     table.md."""
@@ -72,7 +74,7 @@ class AccuracySettings:
         words = ["qclip experiment accuracy"]
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in ("out", "table_only") or value == field.default:
+            if field.name in ("out", "table_only", "figure") or value == field.default:
                 continue
             listed = value if isinstance(value, tuple) else (value,)
             words += [f"--{field.name.replace('_', '-')}", *map(_word, listed)]

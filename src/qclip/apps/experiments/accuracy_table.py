@@ -101,17 +101,19 @@ def _heading(results: Results) -> str:
 def _finalists(finalists: Sequence[Finalist]) -> str:
     two_classes = any(run.auc is not None for finalist in finalists for run in finalist.runs)
     header = ["tuned", "runs to tune", "threshold", "learning rate", "accuracy", "lowest", "highest", "loss"]
-    header += ["AUC"] * two_classes + ["automatic minus this", "balanced, same rate, minus this", "failed"]
+    header += ["AUC"] * two_classes + ["automatic minus this", "balanced, same rate, minus this"]
     rows = []
     for finalist in finalists:
         done = [run for run in finalist.runs if not run.error]
         values = [100 * run.accuracy for run in done]
+        failed = len(finalist.runs) - len(done)
         row = [finalist.tuned, str(finalist.tried), _threshold(finalist.runs), _rates(done)]
-        row += [_mean(values, 2), *(f"{end(values):.2f}" if values else "-" for end in (min, max))]
+        row += [_mean(values, 2) + (f" ({failed} of {len(finalist.runs)} failed)" if failed else "")]
+        row += [f"{end(values):.2f}" if values else "-" for end in (min, max)]
         row += [_mean([run.loss for run in done], 4)]
         row += [_mean([run.auc for run in done if run.auc is not None], 4)] * two_classes
-        rows.append([*row, *_compared(finalists, finalist), str(len(finalist.runs) - len(done))])
-    return _markdown(header, rows)
+        rows.append([*row, *_compared(finalists, finalist)])
+    return markdown(header, rows)
 
 
 def _compared(finalists: Sequence[Finalist], finalist: Finalist) -> list[str]:
@@ -122,24 +124,27 @@ def _compared(finalists: Sequence[Finalist], finalist: Finalist) -> list[str]:
 
 
 def _grid(name: str, runs: Sequence[Run]) -> str:
-    rows = []
-    for run in runs:
-        point = run.job.rate if name == "learning rate" else run.job.value
-        tau, unclipped = _number(run.tau, ".3g"), _number(run.unclipped, ".2f")
-        scores = [run.error, ""] if run.error else [f"{100 * run.accuracy:.2f}", f"{run.loss:.4f}"]
-        rows.append([_number(point, "g"), *scores, tau, unclipped])
-    return _markdown([name, "accuracy", "loss", "tau at the end", "unclipped"], rows)
+    points = [run.job.rate if name == "learning rate" else run.job.value for run in runs]
+    rows = [
+        ["accuracy", *("failed" if run.error else f"{100 * run.accuracy:.2f}" for run in runs)],
+        ["loss", *("" if run.error else f"{run.loss:.4f}" for run in runs)],
+    ]
+    for fact, values, form in (
+        ("tau at the end", [run.tau for run in runs], ".3g"),
+        ("unclipped", [run.unclipped for run in runs], ".2f"),
+    ):
+        if any(value is not None for value in values):
+            rows.append([fact, *(_number(value, form) for value in values)])
+    return markdown([name, *(_number(point, "g") for point in points)], rows)
 
 
 def _costs(results: Results) -> str:
     runs = _all(results)
-    failed = sum(bool(run.error) for run in runs)
     minutes = sum(run.seconds for run in runs) / 60
-    machines = "; ".join(dict.fromkeys(run.machine for run in runs))
-    return (
-        f"{len(runs)} runs, {failed} of them failed; {minutes:.0f} minutes of runs on {machines or 'no machine'}.\n\n"
-        f"    {results.settings.command}"
-    )
+    where = "; ".join(dict.fromkeys(run.machine for run in runs)) or "no machine"
+    errors = [f"- {run.job}: {run.error}" for run in runs if run.error]
+    facts = f"{len(runs)} runs, {len(errors)} of them failed; {minutes:.0f} minutes of runs on {where}:"
+    return "\n\n".join([*(["\n".join(errors)] if errors else []), facts, f"    {results.settings.command}"])
 
 
 def _all(results: Results) -> list[Run]:
@@ -171,5 +176,6 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
 
 
-def _markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as Markdown."""
     return "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
