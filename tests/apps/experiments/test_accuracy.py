@@ -18,8 +18,9 @@ from qclip.apps.experiments.accuracy_settings import AccuracySettings
 from qclip.apps.experiments.accuracy_table import difference, verdict
 from qclip.training.auto_step_size import AutoStepSize
 
-SMALL = AccuracySettings(epochs=1, rates=(1.0, 3.0), quantiles=(0.5, 0.7), constants=(1.0, 0.1), seeds=2)
-JOB = Job("digits", 256, 1, 1e-5, 3.0, "balanced", None, None, seed=0)
+# Calibrating the noise is quick for large noise.
+SMALL = AccuracySettings(epsilon=1.0, epochs=1, rates=(1.0, 3.0), quantiles=(0.5, 0.7), constants=(1.0, 0.1), seeds=2)
+JOB = Job("digits", 256, 1, 1e-5, 1.0, "balanced", None, None, seed=0)
 
 
 def runs_with(accuracies, first_seed=100):
@@ -33,7 +34,7 @@ def lines(folder):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a finished experiment, with its table."""
-    settings = replace(SMALL, out=tmp_path_factory.mktemp("accuracy"), also_epsilon=(8.0,), reference_rates=(0.01,))
+    settings = replace(SMALL, out=tmp_path_factory.mktemp("accuracy"), also_epsilon=(1.5,), reference_rates=(0.01,))
     return settings, accuracy(settings, say=lambda text: None)
 
 
@@ -42,7 +43,7 @@ def test_every_stage_runs_at_its_budget(finished):
     jobs = [Job(**row["job"]) for row in lines(settings.out)]
     balanced = [job for job in jobs if job.family == "balanced"]
     automatic = [(job.epsilon, job.seed) for job in balanced if job.rate is None]
-    assert automatic == [(3.0, 100), (3.0, 101), (8.0, 100), (8.0, 101)]
+    assert automatic == [(1.0, 100), (1.0, 101), (1.5, 100), (1.5, 101)]
     assert [job.rate for job in balanced if job.seed == 0] == [1.0, 3.0]
     (best_rate,) = {job.rate for job in balanced if job.seed > 0 and job.rate is not None}
     for family, grid in (("quantile", [0.5, 0.7]), ("constant", [1.0, 0.1])):
@@ -51,7 +52,7 @@ def test_every_stage_runs_at_its_budget(finished):
         assert [job.value for job in of_family if job.seed == 0] == grid
         again = [job for job in of_family if job.seed > 0]
         assert len({job.value for job in again}) == 1
-        assert {(job.epsilon, job.seed) for job in again} == {(e, seed) for e in (3.0, 8.0) for seed in (100, 101)}
+        assert {(job.epsilon, job.seed) for job in again} == {(e, seed) for e in (1.0, 1.5) for seed in (100, 101)}
     assert [(job.family, job.epsilon) for job in jobs if job.epsilon is None] == [("unclipped", None)]
     assert len(jobs) == len(set(jobs)) == 4 + 2 + 1 + 4 + 4 + 8
     for row in lines(settings.out):
@@ -75,10 +76,10 @@ def test_the_best_of_a_grid_is_what_is_run_again(finished):
 def test_the_table_shows_each_stage(finished):
     settings, table = finished
     assert (settings.out / "table.md").read_text() == table
-    for text in ("| nothing | 0 | balanced |", "| learning rate, p | 4 | p = ", "Epsilon = 8", "Without privacy"):
+    for text in ("| nothing | 0 | balanced |", "| learning rate, p | 4 | p = ", "Epsilon = 1.5", "Without privacy"):
         assert text in table
     assert "23 runs, 0 of them failed" in table
-    assert "qclip experiment accuracy --also-epsilon 8 --epochs 1 --rates 1 3" in table
+    assert "qclip experiment accuracy --epsilon 1 --also-epsilon 1.5 --epochs 1 --rates 1 3" in table
     assert str(settings.out) not in table
 
 
@@ -198,8 +199,8 @@ def test_rates_of_the_grid_decay_as_the_automatic_one(num_steps):
 
 
 def test_the_command(tmp_path, capsys):
-    grids = ["--epochs", "1", "--rates", "3", "--quantiles", "0.7", "--constants", "1", "--seeds", "2"]
-    assert main(["experiment", "accuracy", "--data", "digits", *grids, "--out", str(tmp_path)]) == 0
+    grids = ["--rates", "3", "--quantiles", "0.7", "--constants", "1", "--seeds", "2"]
+    assert main(["experiment", "accuracy", "--epsilon", "1", "--epochs", "1", *grids, "--out", str(tmp_path)]) == 0
     assert "| nothing | 0 | balanced |" in capsys.readouterr().out
     missing = ["experiment", "accuracy", "--data", "mnist", "--data-dir", str(tmp_path), "--out", str(tmp_path)]
     assert main(missing) == 2
