@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -154,6 +156,22 @@ def test_processes_give_the_same_runs(finished, tmp_path):
     accuracy(replace(settings, workers=2, out=tmp_path), say=lambda text: None)
     ours, theirs = ({Job(**row["job"]): row["loss"] for row in lines(folder)} for folder in (tmp_path, settings.out))
     assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_kill_ends_the_processes_and_the_next_call_goes_on(finished, tmp_path):
+    """Processes that outlive the command would keep the memory of the device; they hold its output open, too."""
+    settings, _ = finished
+    words = [sys.executable, "-m", *replace(settings, workers=2).command.split(), "--out", tmp_path]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as command:
+        assert command.stdout.readline().startswith(b"1/")
+        command.kill()
+        command.communicate(timeout=30)  # until the last process has closed it
+    before = len(lines(tmp_path))
+    assert 1 <= before < len(lines(settings.out))
+    said = []
+    accuracy(replace(settings, out=tmp_path), say=said.append)
+    assert len(said) == len(lines(settings.out)) - before
 
 
 def test_worse_is_beyond_the_margin_and_two_standard_errors():

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +11,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -195,8 +196,21 @@ class Runner:
                 yield future
             return
         if self._pool is None:
-            self._pool = ProcessPoolExecutor(settings.workers, get_context("spawn"), torch.set_num_threads, (1,))
+            self._pool = ProcessPoolExecutor(settings.workers, get_context("spawn"), _prepare_process)
         yield from as_completed([self._pool.submit(train, settings, job, noise[job]) for job in jobs])
+
+
+def _prepare_process() -> None:
+    """Leave the other cores to the other processes, and end with the one that started this, however that ends."""
+    torch.set_num_threads(1)
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 def noise_multiplier(job: Job, num_examples: int) -> float:
