@@ -9,22 +9,22 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from qclip.apps.experiments.quality_settings import QualitySettings
+from qclip.apps.experiments.accuracy_settings import AccuracySettings
 
 
 @dataclass(frozen=True)
-class QualityCommand:
-    """Test accuracy of private quantiles and of constant thresholds at one budget (docs/private-training.md)."""
+class AccuracyCommand:
+    """Accuracy with nothing tuned, against the best of grids, at one budget (docs/accuracy.md)."""
 
-    settings: QualitySettings = field(default_factory=QualitySettings)
+    settings: AccuracySettings = field(default_factory=AccuracySettings)
     """The runs to compare."""
 
     def run(self, console: Console) -> int:
-        """Train every run and print the table."""
-        from qclip.apps.experiments import quality
+        """Finish the runs and print the table."""
+        from qclip.apps.experiments.accuracy import accuracy
 
-        rows = quality.quality(self.settings, say=lambda text: console.print(text, highlight=False))
-        console.print(quality.table(rows), highlight=False)
+        say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        say(accuracy(self.settings, say))
         return 0
 
 
@@ -78,7 +78,7 @@ class ExperimentCommand:
     """Reproduce a table and a figure of the documentation."""
 
     which: (
-        Annotated[QualityCommand, tyro.conf.subcommand("quality")]
+        Annotated[AccuracyCommand, tyro.conf.subcommand("accuracy")]
         | Annotated[RareClassCommand, tyro.conf.subcommand("rare-class")]
         | Annotated[TrackingCommand, tyro.conf.subcommand("tracking")]
     )

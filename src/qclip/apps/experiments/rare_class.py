@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from scipy.stats import rankdata
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -21,11 +20,17 @@ from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.apps.data import Task, load
 from qclip.apps.data.task import classification, scorer
-from qclip.thresholds import Constant, PrivateQuantile, Threshold
-from qclip.training.make import make_private
+from qclip.apps.experiments.scores import auc, held_out_scores
+from qclip.apps.experiments.task_training import train_privately
+from qclip.thresholds import BalancedThreshold, Constant, PrivateQuantile, Threshold
 
 RANGES = {"age": "18:95", "weight": "30:150", "pressure": "60:220", "sugar": "2:16", "visits": "0:10", "days": "0:60"}
 """What is publicly known of the numbers in the synthetic tables."""
+GUESS, FITTED = "a constant guess", "logistic regression, no privacy"
+DEFAULT = "Constant(sqrt(columns + 1)), the default"
+AUTOMATIC = "automatic: BalancedThreshold() and step_size='auto'"
+AUC_MARGIN = 0.01
+"""The AUC that the automatic run may lose against logistic regression without privacy."""
 
 
 @dataclass(frozen=True)
@@ -150,52 +155,72 @@ def compare(
     for name, build in tables.items():
         task = build()
         rows += [_constant_guess(name, task), _without_privacy(name, task)]
-        tau = task.defaults.tau
-        assert tau is not None
-        thresholds: dict[str, Threshold[Any]] = {f"PrivateQuantile({p})": PrivateQuantile(p) for p in (0.7, 0.95, 0.99)}
-        thresholds |= {"Constant(1)": Constant(1.0), "Constant(sqrt(columns + 1)), the default": Constant(tau)}
-        for method, threshold in thresholds.items():
-            row = _privately(name, task, method, threshold, seeds=seeds)
+        for method, (threshold, step_size) in _methods(task).items():
+            row = _privately(name, task, method, threshold, step_size, seeds=seeds)
             rows.append(row)
             say(f"{name}  {method}: loss {row.loss:.4f} ± {row.spread:.4f}, AUC {row.auc:.4f} ± {row.auc_spread:.4f}")
     (out / "table.md").write_text(table(rows))
     return rows
 
 
+def _methods(task: Task) -> dict[str, tuple[Threshold[Any], float | Literal["auto"]]]:
+    """Return the thresholds to compare, each with its learning rate."""
+    tau, rate = task.defaults.tau, task.defaults.learning_rate
+    assert tau is not None
+    quantiles = {f"PrivateQuantile({p})": PrivateQuantile(p) for p in (0.7, 0.95, 0.99)}
+    constants = {"Constant(1)": Constant(1.0), DEFAULT: Constant(tau)}
+    thresholds: dict[str, Threshold[Any]] = {**quantiles, **constants, "BalancedThreshold()": BalancedThreshold()}
+    return {**{name: (each, rate) for name, each in thresholds.items()}, AUTOMATIC: (BalancedThreshold(), "auto")}
+
+
 def table(rows: list[RareClassRow]) -> str:
-    """Return loss / AUC of each method on each table, as Markdown."""
+    """Return loss / AUC of each method on each table, and the verdicts, as Markdown."""
     tables, methods = (
         list(dict.fromkeys(names)) for names in zip(*((row.table, row.method) for row in rows), strict=True)
     )
     cells = {(row.table, row.method): f"{row.loss:.4f} / {row.auc:.3f}" for row in rows}
     lines = [f"| loss / AUC | {' | '.join(tables)} |", "|---" * (len(tables) + 1) + "|"]
     lines += [f"| {method} | {' | '.join(cells[name, method] for name in tables)} |" for method in methods]
-    return "\n".join(lines) + "\n"
+    judged = verdicts(rows)
+    return "\n".join([*lines, *([""] if judged else []), *judged]) + "\n"
 
 
-def _privately(name: str, task: Task, method: str, threshold: Threshold[Any], *, seeds: int) -> RareClassRow:
+def verdicts(rows: list[RareClassRow]) -> list[str]:
+    """Return for each table whether the automatic run is better than a guess and close to logistic regression."""
+    found = {(row.table, row.method): row for row in rows}
+    lines = []
+    for row in rows:
+        if row.method == AUTOMATIC:
+            guess, fitted = found[row.table, GUESS], found[row.table, FITTED]
+            below = "below" if row.loss < guess.loss else "not below"
+            within = "within" if fitted.auc - row.auc <= AUC_MARGIN else "not within"
+            lines.append(
+                f"- {row.table}, {AUTOMATIC}: loss {row.loss:.4f} ± {row.spread:.4f}, {below} {guess.loss:.4f} of a "
+                f"guess; AUC {row.auc:.4f} ± {row.auc_spread:.4f}, {within} {AUC_MARGIN} of {fitted.auc:.4f}"
+            )
+    return lines
+
+
+def _privately(
+    name: str, task: Task, method: str, threshold: Threshold[Any], step_size: float | Literal["auto"], *, seeds: int
+) -> RareClassRow:
     scores, taus = [], []
     for seed in range(seeds):
         model = task.build_model()
-        training = make_private(
+        training = train_privately(
+            task,
             model,
-            torch.optim.SGD(model.parameters(), lr=task.defaults.learning_rate),
-            task.train,
-            loss=task.loss,
+            threshold=threshold,
+            step_size=step_size,
             batch_size=task.defaults.batch_size,
             epochs=task.defaults.epochs,
+            seed=seed,
             epsilon=3.0,
             delta=1e-5,
-            threshold=threshold,
-            rescale_to_unit_norm=True,
-            seed=seed,  # for reproducibility; leave it out for sensitive data
         )
-        for _ in range(task.defaults.epochs):
-            for x, y in training.loader:
-                training.step(x, y)
-        scores.append(_measured(task, model))
+        scores.append(held_out_scores(task, model))
         taus.append(training.history[-1].tau[0])
-    losses, aucs, accuracies = zip(*scores, strict=True)
+    losses, aucs, accuracies = ([score[name] for score in scores] for name in ("loss", "auc", "accuracy"))
     spread = statistics.stdev if seeds > 1 else lambda _: 0.0
     mean = statistics.mean
     return RareClassRow(
@@ -206,7 +231,7 @@ def _privately(name: str, task: Task, method: str, threshold: Threshold[Any], *,
 def _constant_guess(name: str, task: Task) -> RareClassRow:
     held_out = _tensors(task)[1][1]
     accuracy = max(torch.bincount(held_out).tolist()) / len(held_out)
-    return RareClassRow(name, "a constant guess", constant_loss(task), 0.0, 0.5, 0.0, accuracy, None)
+    return RareClassRow(name, GUESS, constant_loss(task), 0.0, 0.5, 0.0, accuracy, None)
 
 
 def _without_privacy(name: str, task: Task) -> RareClassRow:
@@ -219,27 +244,7 @@ def _without_privacy(name: str, task: Task) -> RareClassRow:
     loss = nn.functional.nll_loss(scores, held_targets).item()
     accuracy = (scores.argmax(1) == held_targets).double().mean().item()
     area = auc(scores[:, 1], held_targets)
-    return RareClassRow(name, "logistic regression, no privacy", loss, 0.0, area, 0.0, accuracy, None)
-
-
-def _measured(task: Task, model: nn.Module) -> tuple[float, float, float]:
-    inputs, targets = _tensors(task)[1]
-    with torch.no_grad():
-        outputs = model(inputs)
-    score = task.score(model)
-    return score["loss"], auc(outputs[:, 1] - outputs[:, 0], targets), score["accuracy"]
-
-
-def auc(scores: Tensor, targets: Tensor) -> float:
-    """Return the probability that a positive has a higher score than a negative, ties counting half.
-
-    >>> auc(torch.tensor([0.1, 0.7, 0.4, 0.4]), torch.tensor([0, 1, 1, 0]))
-    0.875
-    """
-    positive = targets.numpy() == 1
-    count, others = int(positive.sum()), int((~positive).sum())
-    ranks = rankdata(scores.double().numpy())[positive]
-    return float((ranks.sum() - count * (count + 1) / 2) / (count * others))
+    return RareClassRow(name, FITTED, loss, 0.0, area, 0.0, accuracy, None)
 
 
 def _tensors(task: Task) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
