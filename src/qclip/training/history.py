@@ -31,7 +31,9 @@ class StepRecord:
 def record_of(row: Mapping[str, Any]) -> StepRecord:
     """Return the record that a checkpoint stores as plain data."""
     known = {field.name for field in fields(StepRecord)}  # older checkpoints have fewer
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items() if name in known}
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in row.items() if name in known
+    }
     return StepRecord(**given)
 
 

@@ -15,7 +15,7 @@ from qclip.engine.compiled.driver import MODES, Compiled
 from qclip.engine.driver import call
 from qclip.engine.groups import GroupSpec
 from qclip.schedules import Schedule
-from qclip.thresholds import PrivateQuantile, Threshold
+from qclip.thresholds import BalancedThreshold, Threshold
 from qclip.thresholds.threshold import at, check_ahead
 from qclip.training.auto_step_size import AutoStepSize, require_sgd
 from qclip.training.clipper import Evaluation
@@ -47,7 +47,7 @@ def make_private(
     delta: float | None = None,
     noise_multiplier: float | None = None,
     accountant: Accountant = "pld",
-    threshold: Threshold[Any] = PrivateQuantile(0.7),  # noqa: B008 - immutable
+    threshold: Threshold[Any] = BalancedThreshold(),  # noqa: B008 - immutable
     groups: GroupSpec = "flat",
     step_size: Schedule | float | Literal["auto"] | None = None,
     rescale_to_unit_norm: bool = False,
@@ -104,8 +104,9 @@ def make_private(
             at all, and an infinite epsilon.
         accountant: "pld" (tight) or "rdp".
 
-        threshold: The clip norm, or how to learn it. By default the 0.7-quantile of the gradient norms, learnt
-            privately; `qclip.Constant` for a fixed clip norm.
+        threshold: The clip norm, or how to learn it. By default it is learnt privately, where the noise of
+            a larger clip norm would cost as much as its smaller bias would save; `qclip.PrivateQuantile` for a
+            quantile of the gradient norms, `qclip.Constant` for a fixed clip norm.
         groups: The parameters that are clipped together: "flat", "per-layer", or patterns of names.
         step_size: A schedule that sets the learning rate of every step, such as that of `qclip.schedules.coupled`. By
             default the optimizer's own learning rate is used, which torch's schedulers may change. "auto" finds the
@@ -223,7 +224,7 @@ def _check_choices(
             "and batch"
         )
     if not isinstance(threshold, Threshold):
-        remedy = "pass qclip.Constant(tau) for a fixed clip norm, or leave it out for a quantile"
+        remedy = "pass qclip.Constant(tau) for a fixed clip norm, or leave it out for one that is learnt"
         raise check.refuse("threshold", threshold, "a Threshold", remedy)
     if physical_batch_size is not None:
         check.count("physical_batch_size", physical_batch_size, "it is the most examples in memory at once")

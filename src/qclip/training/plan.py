@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from qclip import _validate as check
 from qclip import accounting
 from qclip._validate import Refusal
-from qclip.thresholds import Conditions, HistogramQuantile, PrivateQuantile, SlackQuantile, Threshold
+from qclip.thresholds import BalancedThreshold, Conditions, HistogramQuantile, PrivateQuantile, SlackQuantile, Threshold
 from qclip.thresholds.threshold import refusal
 
 Sampling = Literal["poisson", "uniform"]
@@ -246,7 +246,7 @@ def plan_private(training: TrainingPlan, *, p: float = 0.7, num_groups: int = 1,
 
     >>> plan = plan_private(plan_training(60_000, 256, epochs=2, noise_multiplier=1.0, delta=1e-5))
     >>> plan.recommended.code, round(plan.recommended.gradient_noise, 2)
-    ('PrivateQuantile(0.7)', 1.01)
+    ('BalancedThreshold()', 1.1)
     >>> [row.steps for row in plan.spent]
     [235, 470]
     """
@@ -264,6 +264,7 @@ def _candidates(p: float, conditions: Conditions) -> tuple[list[Threshold[Any]],
     # If the batch is large for the noise, a free count nearer to tau is less biased and not yet too noisy.
     near = [SlackQuantile(p, outer_radius=0.98)] if conditions.batch_size >= 256 * conditions.noise_multiplier else []
     return (
+        [BalancedThreshold()],
         [PrivateQuantile(p, noise_share=share) for share in SHARES],
         [*near, SlackQuantile(p)],
         [HistogramQuantile(p, noise_share=share) for share in SHARES],

@@ -68,8 +68,7 @@ class PrivateTraining:
         """Whether the last call completed a logical step: the time to step schedulers and parameter averages."""
         self._engine, self._optimizers, self._plan = engine, tuple(optimizers), plan
         self._evaluation, self._step_size, self._physical_batch_size = evaluation, step_size, physical_batch_size
-        self._is_compiled = compiled is not None
-        members = engine.groups.members
+        self._is_compiled, members = compiled is not None, engine.groups.members
         dims = group_dims(engine.parameters, members, len(engine.groups))
         conditions = Conditions(plan.batch_size, plan.num_steps, plan.noise_multiplier, dims)
         threshold.check(conditions)
@@ -348,18 +347,14 @@ class PrivateTraining:
             "schedules": self._schedules(),
         }
 
-    def _schedules(self) -> dict[str, list[float] | str]:
+    def _schedules(self) -> dict[str, list[Any]]:
         """Return values of every schedule to compare runs by: the noise of one run must not serve another."""
         last = self._plan.num_steps - 1
         steps = sorted({0, last // 3, 2 * last // 3, last})
-        schedules = {"step_size": self._step_size} | vars(self.threshold)
+        step_size = "auto" if isinstance(self._step_size, AutoStepSize) else self._step_size
+        schedules = {"step_size": step_size} | vars(self.threshold)
         sampled = {name: [float(value(t)) for t in steps] for name, value in schedules.items() if callable(value)}
-        match self._step_size:
-            case AutoStepSize():
-                return sampled | {"step_size": "auto"}
-            case int() | float():
-                return sampled | {"step_size": [float(self._step_size)]}
-        return sampled
+        return sampled if step_size is None or callable(step_size) else sampled | {"step_size": [step_size]}
 
     def _execution(self) -> dict[str, Any]:
         """Return the settings that decide which random numbers an example gets in the forward pass."""

@@ -63,7 +63,7 @@ def adult(data_dir: Path | None) -> Task:
         f"{len(train)} people, {len(held_out)} held out (the published test set), {inputs} inputs by the published "
         f"schema, 2 classes: {' and '.join(INCOME.options)}"
     )
-    defaults = Defaults(batch_size=1024, epochs=10, learning_rate=2.0, tau=tables.longest_row(SCHEMA.values()))
+    defaults = Defaults(batch_size=1024, epochs=20)
     return classifier("adult", train, held_out, partial(models.linear, inputs, 2), defaults, description)
 
 

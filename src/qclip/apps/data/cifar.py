@@ -39,7 +39,7 @@ def cifar10(data_dir: Path | None) -> Task:
     held_out = labelled(images[-1], labels[-1])
     shape = f"colour images of {SIDE} x {SIDE} pixels, {NUM_CLASSES} classes"
     description = f"{len(train)} {shape}, {len(held_out)} held out (the published test set)"
-    defaults = Defaults(batch_size=1024, epochs=30, learning_rate=1.0)
+    defaults = Defaults(batch_size=1024, epochs=30)
     return classifier("cifar10", train, held_out, models.cifar_cnn, defaults, description)
 
 

@@ -58,7 +58,7 @@ def csv_file(
         partial(models.linear, inputs.shape[1], goal.outputs),
         goal.loss,
         scorer(held_out, goal.measure),
-        _defaults(len(train), goal, tables.longest_row(encodings.values())),
+        Defaults(batch_size=min(1024, math.ceil(len(train) / 3)), epochs=40),
         f"{len(train)} rows, {len(held_out)} held out (every 6th); {_columns_in_words(encodings)}; {goal.description}",
     )
 
@@ -182,12 +182,6 @@ def _number(column: Column, interval: Interval) -> Goal:
 
 def _squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().squeeze(1)
-
-
-def _defaults(rows: int, goal: Goal, tau: float) -> Defaults:
-    """Return settings that worked on files of 100 to 30,000 rows; regression takes smaller steps."""
-    rate = 2.0 if goal.loss is classification_losses else 0.3
-    return Defaults(batch_size=min(1024, math.ceil(rows / 3)), epochs=20, learning_rate=rate, tau=tau)
 
 
 def _columns_in_words(encodings: Mapping[str, Encoding]) -> str:

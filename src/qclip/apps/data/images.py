@@ -33,7 +33,7 @@ def digits() -> Task:
     train, held_out = hold_out(pixels.float() / 16, labels.long())
     description = f"{len(train)} digits of 8 x 8 pixels, {len(held_out)} held out (every 6th), 10 classes"
     model = partial(models.perceptron, 64, 64, NUM_CLASSES)
-    defaults = Defaults(batch_size=256, epochs=30, learning_rate=2.0)
+    defaults = Defaults(batch_size=256, epochs=30)
     return classifier("digits", train, held_out, model, defaults, description)
 
 
@@ -41,7 +41,7 @@ def mnist(data_dir: Path | None) -> Task:
     """Load MNIST, handwritten digits of 28 x 28 pixels."""
     source = "get the four idx files of the MNIST database (LeCun, Cortes and Burges) and name their folder"
     paths = files.find(data_dir, ("mnist",), IDX_FILES, source=source)
-    return _idx_task("mnist", paths, Defaults(batch_size=1024, epochs=15, learning_rate=4.0))
+    return _idx_task("mnist", paths, Defaults(batch_size=1024, epochs=15))
 
 
 def fashion_mnist(data_dir: Path | None) -> Task:
@@ -53,7 +53,7 @@ def fashion_mnist(data_dir: Path | None) -> Task:
     if data_dir is None and DEBIAN_FASHION_MNIST.is_dir():
         data_dir = DEBIAN_FASHION_MNIST
     paths = files.find(data_dir, ("fashion_mnist", "fashion-mnist"), IDX_FILES, source=source)
-    return _idx_task("fashion-mnist", paths, Defaults(batch_size=1024, epochs=15, learning_rate=4.0))
+    return _idx_task("fashion-mnist", paths, Defaults(batch_size=1024, epochs=15))
 
 
 def _idx_task(name: str, paths: tuple[Path, ...], defaults: Defaults) -> Task:

@@ -49,7 +49,7 @@ def sst2(data_dir: Path | None, *, tuned: Tuned = "full") -> Task:
     )
     name = "sst2" if tuned == "full" else f"sst2-{tuned}"
     build = partial(_model, folder, tuned)
-    defaults = Defaults(batch_size=1024, epochs=10, learning_rate=0.5)
+    defaults = Defaults(batch_size=1024, epochs=10)
     return classifier(name, train, held_out, build, defaults, description, chunk=250)
 
 

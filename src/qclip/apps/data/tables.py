@@ -2,8 +2,7 @@
 
 import csv
 import io
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from qclip import _validate as check
 from qclip.apps.data import files
-from qclip.apps.data.columns import Column, Dropped, Encoding
+from qclip.apps.data.columns import Column, Encoding
 
 
 @dataclass(frozen=True)
@@ -55,17 +54,3 @@ def encode(columns: Mapping[str, Column], encodings: Mapping[str, Encoding]) -> 
     """Return the inputs of all columns that have an encoding, side by side, [rows, inputs]."""
     blocks = [encoding.encode(columns[name]).astype(np.float32) for name, encoding in encodings.items()]
     return torch.from_numpy(np.hstack(blocks))
-
-
-def longest_row(encodings: Iterable[Encoding]) -> float:
-    """Return the largest norm of a row's inputs, with a 1 for the bias: each column has norm at most 1.
-
-    Linear models of tables are clipped here. The gradient of a row is its inputs times the error of the prediction,
-    which for classes is at most sqrt(2), reached where the model is certain of a wrong class. So only rows with a large
-    error are clipped. A quantile would not do: where most rows are easy, as with a rare class, it vanishes.
-
-    >>> from qclip.apps.data.columns import Magnitude
-    >>> longest_row([Dropped()] * 5), longest_row([Magnitude()] * 8)
-    (1.0, 3.0)
-    """
-    return math.sqrt(1 + sum(not isinstance(encoding, Dropped) for encoding in encodings))

@@ -21,14 +21,10 @@ HELD_OUT_EVERY = 6
 
 @dataclass(frozen=True)
 class Defaults:
-    """Settings for SGD that work at epsilon = 3."""
+    """The size of a run that works at epsilon = 3; threshold and learning rate find themselves."""
 
     batch_size: int
     epochs: int
-    learning_rate: float
-    """In units of the threshold (`make_private(rescale_to_unit_norm=True)`)."""
-    tau: float | None = None
-    """A public threshold to clip at; None for the 0.7-quantile of the gradient norms."""
 
 
 @dataclass(frozen=True)

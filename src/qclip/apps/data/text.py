@@ -45,7 +45,7 @@ def shakespeare(data_dir: Path | None) -> Task:
         f"{OTHER + 1} characters fixed beforehand"
     )
     model = partial(models.CausalTransformer, OTHER + 1, WINDOW)
-    defaults = Defaults(batch_size=512, epochs=5, learning_rate=2.0)
+    defaults = Defaults(batch_size=512, epochs=5)
     return classifier("shakespeare", train, held_out, model, defaults, description, chunk=250)
 
 

@@ -27,7 +27,8 @@ from qclip.thresholds import BalancedThreshold, Constant, PrivateQuantile, Thres
 RANGES = {"age": "18:95", "weight": "30:150", "pressure": "60:220", "sugar": "2:16", "visits": "0:10", "days": "0:60"}
 """What is publicly known of the numbers in the synthetic tables."""
 GUESS, FITTED = "a constant guess", "logistic regression, no privacy"
-DEFAULT = "Constant(sqrt(columns + 1)), the default"
+RATE = 2.0
+"""The learning rate of methods that do not find it, in units of the threshold."""
 AUTOMATIC = "automatic: BalancedThreshold() and step_size='auto'"
 AUC_MARGIN = 0.01
 """The AUC that the automatic run may lose against logistic regression without privacy."""
@@ -155,7 +156,7 @@ def compare(
     for name, build in tables.items():
         task = build()
         rows += [_constant_guess(name, task), _without_privacy(name, task)]
-        for method, (threshold, step_size) in _methods(task).items():
+        for method, (threshold, step_size) in _methods().items():
             row = _privately(name, task, method, threshold, step_size, seeds=seeds)
             rows.append(row)
             say(f"{name}  {method}: loss {row.loss:.4f} ± {row.spread:.4f}, AUC {row.auc:.4f} ± {row.auc_spread:.4f}")
@@ -163,14 +164,12 @@ def compare(
     return rows
 
 
-def _methods(task: Task) -> dict[str, tuple[Threshold[Any], float | Literal["auto"]]]:
+def _methods() -> dict[str, tuple[Threshold[Any], float | Literal["auto"]]]:
     """Return the thresholds to compare, each with its learning rate."""
-    tau, rate = task.defaults.tau, task.defaults.learning_rate
-    assert tau is not None
     quantiles = {f"PrivateQuantile({p})": PrivateQuantile(p) for p in (0.7, 0.95, 0.99)}
-    constants = {"Constant(1)": Constant(1.0), DEFAULT: Constant(tau)}
+    constants = {"Constant(1)": Constant(1.0), "Constant(3)": Constant(3.0)}
     thresholds: dict[str, Threshold[Any]] = {**quantiles, **constants, "BalancedThreshold()": BalancedThreshold()}
-    return {**{name: (each, rate) for name, each in thresholds.items()}, AUTOMATIC: (BalancedThreshold(), "auto")}
+    return {**{name: (each, RATE) for name, each in thresholds.items()}, AUTOMATIC: (BalancedThreshold(), "auto")}
 
 
 def table(rows: list[RareClassRow]) -> str:

@@ -125,10 +125,9 @@ def _refuse_lost_parameters(run: TrainerRun) -> None:
 
 
 def _diverged(run: TrainerRun, name: str, value: object) -> ValueError:
-    remedy = (
-        f"training has diverged: take a lower --lr than {run.settings.lr:g} in a new run; the last good checkpoint is "
-        f"in {run.folder.path}"
-    )
+    rate = run.settings.lr
+    lower = "take a low --lr, such as 0.1," if rate is None else f"take a lower --lr than {rate:g}"
+    remedy = f"training has diverged: {lower} in a new run; the last good checkpoint is in {run.folder.path}"
     return check.refuse(name, value, "finite", remedy)
 
 

@@ -76,7 +76,7 @@ def start(given: Settings, folder: RunFolder, *, overwrite: bool = False) -> Tra
         )
     folder.refuse_unwritable()
     task = _load(given)
-    settings = given.filled(_defaults(task), dataset_size(task.train), _device(given.device))
+    settings = given.filled(asdict(task.defaults), dataset_size(task.train), _device(given.device))
     run = _build(settings, task, folder)
     folder.prepare()
     if overwrite:
@@ -163,6 +163,7 @@ def _build(settings: Settings, task: Task, folder: RunFolder) -> TrainerRun:
         delta=settings.delta,
         noise_multiplier=settings.noise_multiplier,
         threshold=threshold(settings),
+        step_size="auto" if settings.lr is None else None,
         rescale_to_unit_norm=not settings.plain_steps,
         groups=settings.groups or "flat",
         physical_batch_size=settings.physical_batch_size,
@@ -177,13 +178,16 @@ def threshold(settings: Settings) -> thresholds.Threshold[Any]:
     if settings.threshold == "constant":
         assert settings.tau is not None
         return thresholds.Constant(settings.tau)
+    if settings.threshold == "balanced":
+        return thresholds.BalancedThreshold()
+    assert settings.threshold is not None
     assert settings.p is not None
-    return QUANTILES[settings.threshold or "private-quantile"](settings.p)
+    return QUANTILES[settings.threshold](settings.p)
 
 
 def _optimizer(model: nn.Module, settings: Settings) -> Optimizer:
-    assert settings.lr is not None
-    return (Adam if settings.optimizer == "adam" else SGD)(model.parameters(), lr=settings.lr)
+    rate = 1.0 if settings.lr is None else settings.lr  # step_size="auto" sets it
+    return (Adam if settings.optimizer == "adam" else SGD)(model.parameters(), lr=rate)
 
 
 def _fresh_model(task: Task, seed: int | None) -> nn.Module:
@@ -207,11 +211,6 @@ def _check_labels(task: Task, model: nn.Module) -> None:
         if low < 0 or high >= classes:
             remedy = "correct the labels, or give the model an output for each"
             raise check.refuse("label", low if low < 0 else high, f"in 0 .. {classes - 1}", remedy)
-
-
-def _defaults(task: Task) -> dict[str, Any]:
-    defaults = asdict(task.defaults)
-    return defaults | {"lr": defaults.pop("learning_rate"), "p": 0.7}
 
 
 def _device(given: str | None) -> str:

@@ -13,7 +13,9 @@ from qclip import _validate as check
 if TYPE_CHECKING:
     from qclip.theory import Assumptions
 
-ThresholdName = Literal["private-quantile", "slack", "histogram", "geometric", "constant", "exact", "rolling"]
+ThresholdName = Literal[
+    "balanced", "private-quantile", "slack", "histogram", "geometric", "constant", "exact", "rolling"
+]
 NOT_PRIVATE = ("exact", "rolling")
 CERTIFICATE = ("L", "sigma", "gap", "q")
 SECRET = ("seed",)
@@ -56,8 +58,8 @@ class Settings:
     """Length of the run: how often each example is used, on average."""
     batch_size: Annotated[int | None, _option("INT", "the task's")] = None
     """Expected batch size."""
-    lr: Annotated[float | None, _option("FLOAT", "the task's; 0.01 for adam")] = None
-    """Learning rate, in units of the threshold."""
+    lr: Annotated[float | None, _option("FLOAT", "found by the run; 0.01 for adam")] = None
+    """Learning rate, in units of the threshold. Left out, SGD finds it from the released gradients."""
     plain_steps: tyro.conf.FlagCreatePairsOff[bool] = False
     """Use --lr without dividing it by the threshold; it must then fit the scale of the gradients."""
     optimizer: Annotated[Literal["sgd", "adam"] | None, _option("{sgd,adam}", "sgd")] = None
@@ -65,14 +67,15 @@ class Settings:
     threshold: Annotated[
         ThresholdName | None,
         _option(
-            "{private-quantile,slack,histogram,geometric,constant,exact,rolling}",
-            "private-quantile; constant for tables, unless --p is given",
+            "{balanced,private-quantile,slack,histogram,geometric,constant,exact,rolling}",
+            "balanced; private-quantile with --p or --L",
         ),
     ] = None
-    """The threshold to clip at. Exact and rolling quantiles are not private: they need --noise-multiplier."""
-    p: Annotated[float | None, _option("FLOAT", "0.7")] = None
-    """Fraction of examples to leave unclipped."""
-    tau: Annotated[float | None, _option("FLOAT", "for tables the root of the number of columns")] = None
+    """The threshold to clip at: a balance of noise and bias, a quantile, or a constant. Exact and rolling quantiles are
+    not private: they need --noise-multiplier."""
+    p: Annotated[float | None, _option("FLOAT", "0.7 for quantiles")] = None
+    """Fraction of examples that a quantile leaves unclipped."""
+    tau: Annotated[float | None, _option("FLOAT")] = None
     """The value of --threshold constant."""
     groups: Annotated[Literal["flat", "per-layer"] | None, _option("{flat,per-layer}", "flat")] = None
     """Groups of parameters that are clipped together."""
@@ -117,6 +120,8 @@ class Settings:
         self._check_certificate()
 
     def _check_numbers(self) -> None:
+        if self.plain_steps and self.lr is None:
+            raise check.Refusal("--plain-steps needs --lr; only rates in units of the threshold are found by the run")
         positive = {"epsilon": "it is the privacy budget; 1 to 10 is usual", "lr": "it is the step size"}
         for name, remedy in positive.items():
             if getattr(self, name) is not None:
@@ -154,6 +159,9 @@ class Settings:
             raise check.refuse("--tau", self.tau, "left out without --threshold constant", remedy)
         if self.p is not None:
             check.quantile("--p", self.p)
+            if self.threshold == "balanced":
+                remedy = "it has no quantile; take --threshold private-quantile for one"
+                raise check.refuse("--p", self.p, "left out with --threshold balanced", remedy)
 
     def _check_certificate(self) -> None:
         given = [name for name in CERTIFICATE if getattr(self, name) is not None]
@@ -169,7 +177,7 @@ class Settings:
         for name, value, only in (("optimizer", self.optimizer, "sgd"), ("groups", self.groups, "flat")):
             if value not in (None, only):
                 raise check.refuse(flag(name), value, f"{only} with --L", remedy)
-        if self.threshold == "constant":
+        if self.threshold in ("constant", "balanced"):
             raise check.refuse("--threshold", self.threshold, "a quantile with --L", remedy)
         self.assumptions()
 
@@ -182,15 +190,14 @@ class Settings:
             device: The default device.
         """
         given = {key: value for key, value in asdict(self).items() if value is not None}
-        common = {"data": "digits", "optimizer": "sgd", "threshold": "private-quantile", "groups": "flat"}
+        # p and the certificate need a quantile.
+        threshold = "balanced" if self.p is None and self.L is None else "private-quantile"
+        common = {"data": "digits", "optimizer": "sgd", "threshold": threshold, "groups": "flat"}
         choices: dict[str, Any] = common | dict(task_defaults) | {"device": device, "delta": 1 / (10 * examples)}
         if self.noise_multiplier is None:
             choices["epsilon"] = 3.0
-        # A task may have a threshold of its own; p and the certificate need a quantile.
-        if choices.get("tau") is not None and (self.threshold, self.p, self.L) == (None, None, None):
-            choices["threshold"] = "constant"
-        constant = (self.threshold or choices["threshold"]) == "constant"
-        choices.pop("p" if constant else "tau", None)
+        if (self.threshold or threshold) not in ("balanced", "constant"):
+            choices["p"] = 0.7
         if self.optimizer == "adam":
             choices["lr"] = 0.01
         if self.L is not None:
