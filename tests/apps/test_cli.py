@@ -179,7 +179,7 @@ def test_plan_of_a_budget_meets_it(capsys):
     expected = accounting.noise_multiplier(epsilon=0.25, delta=1e-3, sample_rate=0.5, steps=10)
     assert plan["noise_multiplier"] == pytest.approx(expected)
     assert (plan["sample_rate"], plan["steps"], plan["steps_per_epoch"]) == (0.5, 10, 2)
-    assert plan["recommended"] == "PrivateQuantile(0.7)"
+    assert plan["recommended"] == "BalancedThreshold()"
     assert [row["steps"] for row in plan["spent"]] == [2, 4, 6, 8, 10]
     assert "bound" not in found
 
@@ -210,8 +210,8 @@ def test_plan_of_groups_and_of_another_quantile(capsys):
         for groups in ("1", "4")
     )
     assert four["p"] == 0.7
-    assert four["recommended"] == "PrivateQuantile(0.7)"
-    noise = [plan["thresholds"][0]["count_noise_fraction"] for plan in (one, four)]
+    assert four["thresholds"][1]["code"] == "PrivateQuantile(0.7)"
+    noise = [plan["thresholds"][1]["count_noise_fraction"] for plan in (one, four)]
     assert noise[1] == pytest.approx(2 * noise[0])
 
 

@@ -68,18 +68,17 @@ def test_the_default_batch_is_one_that_can_be_drawn(tmp_path, name):
     if name.startswith(("csv", "digits")):  # the others have samples here, not their data
         assert task.defaults.batch_size <= len(task.train)
     assert task.defaults.epochs >= 1
-    assert task.defaults.learning_rate > 0
 
 
 def test_digits_learn_at_epsilon_3():
-    # Over the seeds 0 to 9 the accuracy was 0.947 to 0.973, 0.957 on average.
+    # Over the seeds 0 to 9 the accuracy was SEEDS.
     task = load("digits")
     torch.manual_seed(0)
     model = task.build_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=task.defaults.learning_rate)
+    optimizer = torch.optim.SGD(model.parameters())
     training = make_private(
         model, optimizer, task.train, loss=task.loss, batch_size=task.defaults.batch_size, epochs=task.defaults.epochs,
-        epsilon=3, delta=1e-5, threshold=PrivateQuantile(0.7), rescale_to_unit_norm=True, seed=0,
+        epsilon=3, delta=1e-5, step_size="auto", seed=0,
     )  # fmt: skip
     for _ in range(task.defaults.epochs):
         for batch in training.loader:

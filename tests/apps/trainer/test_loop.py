@@ -23,6 +23,7 @@ from qclip.apps.trainer.settings import Settings
 from qclip.thresholds import GeometricQuantile
 from qclip.training import checkpoint
 
+LINE = {"step", "tau", "noisy_unclipped", "step_size", "noise_power", "clipped_length", "lost", "epsilon"}
 STEPS, PER_EPOCH = 12, 4
 NOISE = 4.0
 
@@ -104,7 +105,7 @@ def test_the_folder_of_a_run(settings, tmp_path):
     assert done
     steps, scores, summary = run.folder.steps(), run.folder.scores(), run.folder.summary()
     assert [line["step"] for line in steps] == list(range(STEPS))
-    assert all(line.keys() == {"step", "tau", "noisy_unclipped", "step_size", "lost", "epsilon"} for line in steps)
+    assert all(line.keys() == LINE for line in steps)
     assert [tuple(line["tau"]) for line in steps] == [record.tau for record in run.training.history]
     assert [(line["step"], line["epoch"]) for line in scores] == [(4, 1), (8, 2), (12, 3)]
     assert scores == screen.scores

@@ -12,7 +12,7 @@ from qclip.apps import data
 from qclip.apps.run_folder import RunFolder
 from qclip.apps.trainer.run import free_folder, resume, start
 from qclip.apps.trainer.settings import Settings
-from qclip.thresholds import Constant, PrivateQuantile
+from qclip.thresholds import BalancedThreshold, PrivateQuantile
 
 
 @pytest.fixture
@@ -37,9 +37,8 @@ def contents(folder):
 def test_what_was_left_out_is_filled_in(settings, tmp_path):
     run = start(settings, RunFolder(tmp_path))
     assert run.settings.delta == 1 / 4000
-    defaults = run.task.defaults
-    assert run.settings.lr == defaults.learning_rate
-    assert run.training.threshold == Constant(3**0.5)  # two columns, and the bias
+    assert run.settings.lr is None
+    assert run.training.threshold == BalancedThreshold()
 
 
 @pytest.mark.parametrize("given", [{"p": 0.7}, {"threshold": "private-quantile"}, {"L": 1.0, "sigma": 1.0, "gap": 1.0}])

@@ -10,7 +10,7 @@ import tyro
 
 from qclip.apps.trainer.settings import Settings, agreed, from_public
 
-DEFAULTS = {"batch_size": 256, "epochs": 20, "lr": 2.0, "p": 0.7}
+DEFAULTS = {"batch_size": 256, "epochs": 20}
 CERTIFIED = {"L": 1.0, "sigma": 1.0, "gap": 1.0}
 
 
@@ -43,6 +43,9 @@ REFUSED = {
     "certificate-of-adam": (CERTIFIED | {"optimizer": "adam"}, r"--optimizer = 'adam' must be sgd with --L"),
     "certificate-of-groups": (CERTIFIED | {"groups": "per-layer"}, r"--groups = 'per-layer' must be flat with --L"),
     "certificate-of-negative-L": (CERTIFIED | {"L": -1.0}, r"L = -1\.0 must be > 0"),
+    "balanced-with-p": ({"threshold": "balanced", "p": 0.5}, r"--p = 0\.5 must be left out with --threshold balanced"),
+    "plain-steps-without-lr": ({"plain_steps": True}, r"--plain-steps needs --lr"),
+    "certificate-of-the-balanced": (CERTIFIED | {"threshold": "balanced"}, r"--threshold = 'balanced' must be a quant"),
     "certificate-without-counts": (CERTIFIED | {"threshold": "constant", "tau": 1.0}, r"--threshold = 'constant' must"),
 }
 
@@ -70,8 +73,8 @@ def test_what_fits_together_is_accepted_filled_or_not(given):
 
 def test_defaults_fill_what_was_left_out_and_nothing_else():
     assert filled() == Settings(
-        data="digits", epsilon=3.0, delta=1e-4, epochs=20, batch_size=256, lr=2.0, optimizer="sgd",
-        threshold="private-quantile", p=0.7, groups="flat", device="cpu",
+        data="digits", epsilon=3.0, delta=1e-4, epochs=20, batch_size=256, lr=None, optimizer="sgd",
+        threshold="balanced", p=None, groups="flat", device="cpu",
     )  # fmt: skip
     assert filled(noise_multiplier=0.0).epsilon is None
     assert (filled(threshold="constant", tau=1.0).p, filled(p=0.3).p) == (None, 0.3)
@@ -79,13 +82,13 @@ def test_defaults_fill_what_was_left_out_and_nothing_else():
     assert (filled(**CERTIFIED).q, filled(**CERTIFIED, q=1.5).q) == (2.0, 1.5)
 
 
-def test_a_task_that_knows_where_to_clip_is_asked_unless_a_quantile_is_wanted():
+def test_whoever_asks_for_a_quantile_or_a_certificate_gets_a_quantile():
     def threshold(**given):
-        found = Settings(**given).filled(DEFAULTS | {"tau": 3.0}, 1000, "cpu")
+        found = filled(**given)
         found.check()
         return found.threshold, found.tau, found.p
 
-    assert threshold() == ("constant", 3.0, None)
+    assert threshold() == ("balanced", None, None)
     assert threshold(threshold="constant", tau=1.0) == ("constant", 1.0, None)
     for asked in ({"p": 0.7}, {"threshold": "private-quantile"}, CERTIFIED):
         assert threshold(**asked) == ("private-quantile", None, 0.7)
@@ -130,7 +133,7 @@ def test_resuming_keeps_what_was_and_takes_no_contradiction():
     [
         ({"epsilon": 3.0}, r"--epsilon = 3\.0 must be 8\.0, the value that the run began with"),
         ({"batch_size": 128}, r"--batch-size = 128 must be 256"),
-        ({"threshold": "slack"}, r"--threshold = 'slack' must be 'private-quantile'"),
+        ({"threshold": "slack"}, r"--threshold = 'slack' must be 'balanced'"),
         ({"noise_multiplier": 1.0}, r"--noise-multiplier = 1\.0 must be None"),
         ({"write_raw_loss": True}, r"--write-raw-loss = True must be False"),
         ({"noise_multiplier": 0.0}, r"--noise-multiplier = 0\.0 must be None"),
