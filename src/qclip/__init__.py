@@ -1,4 +1,4 @@
-"""qclip: training at a quantile of the gradient norms (QC-SGD and DP-QC-SGD), privately or not, with bounds that run.
+"""qclip: private training without a clipping constant (QC-SGD and DP-QC-SGD), with bounds that run.
 
 The parts load when they are first used: ``import qclip`` is cheap, and `qclip.theory`, `qclip.accounting`,
 `qclip.schedules`, `qclip.problems` and `qclip.simulate` never import torch.
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from qclip.engine import CostModel, clipped_gradients, explain, register_rule
     from qclip.simulation import problems, simulate
     from qclip.thresholds import (
+        BalancedThreshold,
         Constant,
         ExactQuantile,
         GeometricQuantile,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "BalancedThreshold",
     "Constant",
     "CostModel",
     "ExactQuantile",
@@ -59,6 +61,7 @@ __all__ = [
 _MODULES = {"problems": "simulation.problems", "simulate": "simulation.simulate"}
 # Where names come from that are not modules.
 _HOMES = {
+    "BalancedThreshold": "thresholds",
     "Constant": "thresholds",
     "CostModel": "engine",
     "ExactQuantile": "thresholds",

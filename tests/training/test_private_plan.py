@@ -1,7 +1,7 @@
 import pytest
 
 from qclip import accounting
-from qclip.thresholds import Conditions, PrivateQuantile
+from qclip.thresholds import BalancedThreshold, Conditions, PrivateQuantile
 from qclip.training.plan import plan_private, plan_training
 
 NOISE = {"noise_multiplier": 2.0, "delta": 1e-5}
@@ -79,11 +79,11 @@ def refuse(self, conditions):
 def test_a_threshold_that_refuses_is_passed_over(monkeypatch):
     training = plan_training(10_000, 1000, steps=5, **NOISE)
     first = plan_private(training).recommended
-    monkeypatch.setattr(PrivateQuantile, "check", refuse)
+    monkeypatch.setattr(BalancedThreshold, "check", refuse)
     plan = plan_private(training)
-    assert first.name == plan.options[0].name == "PrivateQuantile"
+    assert first.name == plan.options[0].name == "BalancedThreshold"
     assert plan.options[0].refusal == "batch_size = 1000 must be larger"
-    assert plan.recommended.name == plan.options[1].name == "SlackQuantile"
+    assert plan.recommended.name == plan.options[1].name == "PrivateQuantile"
     assert plan.as_json()["thresholds"][0]["feasible"] is False
 
 
