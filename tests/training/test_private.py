@@ -279,7 +279,7 @@ def test_an_empty_draw_makes_a_step_of_noise_alone(monkeypatch, recorder, door):
 
 def test_an_empty_draw_has_no_loss_and_counts_nobody(monkeypatch):
     monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.arange(0))
-    training, _, _ = make(noise_multiplier=0)
+    training, _, _ = make(noise_multiplier=0, threshold=PrivateQuantile(0.5))
     assert training.step(*next(iter(training.loader))).item() == 0
     assert training.history[0].noisy_unclipped == (0.5,)  # the centre: nothing was added to it
 

@@ -71,12 +71,8 @@ def test_the_default_compared_with_logistic_regression(tmp_path, monkeypatch):
         rows = compare(tmp_path, shares=(0.3,), seeds=1, say=said.append)
     by_method = {row.method: row for row in rows}
     guess, fitted = by_method["a constant guess"], by_method["logistic regression, no privacy"]
-    default = by_method["Constant(sqrt(columns + 1)), the default"]
-    # Over the seeds 0 to 9 the loss of the default was 0.446 to 0.451 and its AUC 0.830 to 0.835; those of the others
-    # are 0.431 and 0.842 (fitted) and 0.601 (guess).
-    assert fitted.loss < default.loss < guess.loss
-    assert guess.auc < default.auc < fitted.auc
-    # Those of the automatic run were 0.454 to 0.473 and 0.821 to 0.831.
+    # Losses and AUCs are 0.431 and 0.842 (fitted), 0.601 and 0.5 (guess); those of the automatic run were 0.438 to 0.444
+    # and 0.833 to 0.837 over the seeds 0 to 9.
     automatic = by_method[rare_class.AUTOMATIC]
     assert fitted.loss < automatic.loss < guess.loss
     assert guess.auc < automatic.auc < fitted.auc
