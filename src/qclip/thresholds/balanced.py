@@ -82,10 +82,10 @@ class BalancedThreshold(Threshold[State]):
     - noise of power ``S tau^2``, where S = d z^2 / B^2 is public: parameters d, noise multiplier z, batch size B;
     - a bias of at most R(tau), the mean of ``max(norm - tau, 0)``: the length that clipping takes away.
 
-    Tau follows the minimum of ``w S tau^2 + R(tau)^2``, with a weight w from 0.05 for small models to 1 for large ones,
-    where the lengths clipped away point in many directions and R overestimates the bias. So there is no quantile to choose: with much noise most
-    examples are clipped, with little noise hardly any, and a few long gradients among many short ones, as those of a
-    rare class, keep tau up. A quantile would follow the short ones.
+    Tau follows the minimum of ``w S tau^2 + R(tau)^2``. The weight w is 0.05 for small models and nearly 1 for large
+    ones, where the lengths clipped away point in many directions and R overestimates the bias. So there is no quantile
+    to choose: with much noise most examples are clipped, with little noise hardly any, and a few long gradients among
+    many short ones, as those of a rare class, keep tau up. A quantile would follow the short ones.
 
     - R is read off a smoothed noisy histogram of the norms, in 20 bins of log radius around tau.
     - Without noise, tau is where about 0.3 % of the length is clipped.
