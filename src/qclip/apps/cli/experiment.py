@@ -49,7 +49,7 @@ class TrackingCommand:
 
 @dataclass(frozen=True)
 class RareClassCommand:
-    """Loss and AUC of thresholds on tables with a rare class, at epsilon = 3 (docs/private-training.md)."""
+    """Loss and AUC of thresholds on tables with a rare class, at epsilon = 3 (docs/accuracy.md)."""
 
     shares: tuple[float, ...] = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)
     """Shares of the rare class, one synthetic table of 30,000 rows for each."""

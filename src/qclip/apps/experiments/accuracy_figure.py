@@ -1,9 +1,8 @@
 """The figure of the accuracy experiment: each grid, and the automatic runs as a band."""
 
-import numpy as np
 from matplotlib.figure import Figure
 
-from qclip.apps.experiments.accuracy_table import Results
+from qclip.apps.experiments.accuracy_table import Results, point
 from qclip.apps.report.style import BLUE, ORANGE, label, new_figure
 
 
@@ -18,7 +17,7 @@ def draw(results: Results) -> Figure:
     }
     for ax, (name, title) in zip(axes, titles.items(), strict=True):
         runs = [run for run in results.grids.get(name, []) if not run.error]
-        points = np.array([run.job.rate if name == "learning rate" else run.job.value for run in runs], dtype=float)
+        points = [point(name, run) for run in runs]
         ax.plot(points, [100 * run.accuracy for run in runs], color=BLUE, marker="o", ms=4, label="the grid, one seed")
         if automatic:
             ax.axhspan(min(automatic), max(automatic), color=ORANGE, alpha=0.35, label="nothing tuned, all seeds")

@@ -124,7 +124,6 @@ def _compared(finalists: Sequence[Finalist], finalist: Finalist) -> list[str]:
 
 
 def _grid(name: str, runs: Sequence[Run]) -> str:
-    points = [run.job.rate if name == "learning rate" else run.job.value for run in runs]
     rows = [
         ["accuracy", *("failed" if run.error else f"{100 * run.accuracy:.2f}" for run in runs)],
         ["loss", *("" if run.error else f"{run.loss:.4f}" for run in runs)],
@@ -135,7 +134,14 @@ def _grid(name: str, runs: Sequence[Run]) -> str:
     ):
         if any(value is not None for value in values):
             rows.append([fact, *(_number(value, form) for value in values)])
-    return markdown([name, *(_number(point, "g") for point in points)], rows)
+    return markdown([name, *(f"{point(name, run):g}" for run in runs)], rows)
+
+
+def point(name: str, run: Run) -> float:
+    """Return the place of a run on the grid of this name."""
+    place = run.job.rate if name == "learning rate" else run.job.value
+    assert place is not None
+    return place
 
 
 def _costs(results: Results) -> str:

@@ -194,8 +194,8 @@ def verdicts(rows: list[RareClassRow]) -> list[str]:
             below = "below" if row.loss < guess.loss else "not below"
             within = "within" if fitted.auc - row.auc <= AUC_MARGIN else "not within"
             lines.append(
-                f"- {row.table}, {AUTOMATIC}: loss {row.loss:.4f} ± {row.spread:.4f}, {below} {guess.loss:.4f} of a "
-                f"guess; AUC {row.auc:.4f} ± {row.auc_spread:.4f}, {within} {AUC_MARGIN} of {fitted.auc:.4f}"
+                f"- {row.table}: automatic loss {row.loss:.4f} ± {row.spread:.4f}, {below} {guess.loss:.4f} of a "
+                f"guess; automatic AUC {row.auc:.4f} ± {row.auc_spread:.4f}, {within} {AUC_MARGIN} of {fitted.auc:.4f}"
             )
     return lines
 
