@@ -20,12 +20,11 @@ FIRST_PLACE = 6
 """The place of tau on a new lattice: most radii lie above, where the bias is measured."""
 PLACES = (2, 10)
 """The lattice stays while tau is between these places: a radius that leaves it loses its average."""
-LEAST_WEIGHT, MANY_PARAMETERS = 0.05, 2000
-"""The weight of the noise power against the squared bias: near 1 for many more parameters than this, the least for far
-fewer. The theorem has gamma L, the step size times the smoothness, which nobody knows, and bounds the bias by the sum
-of all lengths clipped away. In a linear model of a table with a rare class these add up in one direction, and bias
-costs more than noise, which is averaged over steps; in a network they point everywhere. Measured: 494 parameters need
-0.1 or less, or a class of 1 to 4 % is clipped away; 4,800 do best near 1; 550,000 do not care."""
+LEAST_WEIGHT, LARGEST_WEIGHT, MUCH_NOISE = 0.1, 1.0, 0.1
+"""The weight of the noise power S against the squared bias: the least for S far below `MUCH_NOISE`, the largest far
+above. In the theorem it is gamma L, the step size times the smoothness, which nobody knows: the noise of a step is
+averaged with that of its neighbours, the bias is not. Measured: a class of 1 % in a table (S = 0.001) needs 0.1, or its
+gradients are clipped away; a small network (S = 1) did best near 1, a larger one did not care."""
 LEAST_POWER, LARGEST_POWER = 1e-5, 1.0
 """Bounds on the weighted noise power. Without any noise, nothing would hold tau back. At 1 nearly all gradients are
 clipped, to half of their mean norm: a lower threshold would shrink gradient and noise alike."""
@@ -72,20 +71,19 @@ class BalancedThreshold(Threshold[State]):
     ...     for step in range(100):
     ...         edges = (0.0, *threshold.ask(state, step).count.radii[0])
     ...         bins = tuple((np.histogram(norms, edges)[0] / len(norms)).tolist())
-    ...         state = threshold.update(state, step, Answer((bins,), noise_power=(noise_power,), dims=(10_000,)))
+    ...         state = threshold.update(state, step, Answer((bins,), noise_power=(noise_power,)))
     ...     return round(threshold.clip_norms(state, 100)[0], 1)
     >>> learnt(noise_power=0.001), learnt(noise_power=0.1), learnt(noise_power=10.0)
-    (18.2, 1.9, 1.2)
+    (21.1, 3.2, 1.2)
 
     For a threshold tau, the mean gradient of a step carries
 
     - noise of power ``S tau^2``, where S = d z^2 / B^2 is public: parameters d, noise multiplier z, batch size B;
     - a bias of at most R(tau), the mean of ``max(norm - tau, 0)``: the length that clipping takes away.
 
-    Tau follows the minimum of ``w S tau^2 + R(tau)^2``. The weight w is 0.05 for small models and nearly 1 for large
-    ones, where the lengths clipped away point in many directions and R overestimates the bias. So there is no quantile
-    to choose: with much noise most examples are clipped, with little noise hardly any, and a few long gradients among
-    many short ones, as those of a rare class, keep tau up. A quantile would follow the short ones.
+    Tau follows the minimum of ``w S tau^2 + R(tau)^2``. The weight w grows from 0.1 to 1 with the noise. So there is
+    no quantile to choose: with much noise most examples are clipped, with little noise hardly any, and a few long
+    gradients among many short ones, as those of a rare class, keep tau up. A quantile would follow the short ones.
 
     - R is read off a smoothed noisy histogram of the norms, in 20 bins of log radius around tau.
     - Without noise, tau is where about 0.3 % of the length is clipped.
@@ -226,15 +224,15 @@ def _sensitivity(conditions: Conditions) -> float:
     return LATTICE.count([(0, 1.0)] * len(conditions.dims)).l2_bound * LATTICE.spread
 
 
-def _weight(num_parameters: int) -> float:
-    return max(LEAST_WEIGHT, num_parameters**2 / (num_parameters**2 + MANY_PARAMETERS**2))
-
-
 def _powers(state: State, answer: Answer) -> list[float]:
     """Return the weighted noise power of each group."""
     least = min(max(LEAST_POWER, (answer.bins_std * LATTICE.spread) ** 2), LARGEST_POWER)
-    powers, dims = answer.noise_power or (0.0,) * len(state), answer.dims or (1,) * len(state)
-    return [clamp(_weight(dim) * power, least, LARGEST_POWER) for dim, power in zip(dims, powers, strict=True)]
+    powers = answer.noise_power or (0.0,) * len(state)
+    return [clamp(_weight(power) * power, least, LARGEST_POWER) for power in powers]
+
+
+def _weight(power: float) -> float:
+    return LEAST_WEIGHT + (LARGEST_WEIGHT - LEAST_WEIGHT) * power / (power + MUCH_NOISE)
 
 
 def _smoothed(group: BalancedGroup, bins: tuple[float, ...], std: float, power: float) -> Histogram:

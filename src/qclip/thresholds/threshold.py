@@ -113,8 +113,6 @@ class Answer:
     """The clip norms of the step; only for thresholds that are not private, and optional."""
     noise_power: tuple[float, ...] = ()
     """The expected squared norm of the noise on each group's mean gradient, over its squared clip norm: public."""
-    dims: tuple[int, ...] = ()
-    """The number of parameters of each group: public."""
 
     def __post_init__(self) -> None:
         if not self.within_std:

@@ -38,6 +38,5 @@ def answer(noisy: NoisySum, counts: NoisySum | None, raw: RawSums, query: Query,
         within_std=within_std,
         batch_size=B,
         clip_norms=raw.clip_norms,
-        dims=query.dims,
         noise_power=tuple(dim * (std / B / tau) ** 2 for dim, std, tau in groups),
     )
