@@ -71,7 +71,7 @@ def test_the_default_batch_is_one_that_can_be_drawn(tmp_path, name):
 
 
 def test_digits_learn_at_epsilon_3():
-    # Over the seeds 0 to 9 the accuracy was 0.943 to 0.983, 0.956 on average.
+    # Over the seeds 0 to 9 the accuracy was 0.943 to 0.983, 0.957 on average.
     task = load("digits")
     torch.manual_seed(0)
     model = task.build_model()

@@ -36,8 +36,8 @@ def areas(run):
 
 
 def test_the_default_is_better_than_a_constant_guess(tmp_path):
-    """Over 10 seeds its loss was 0.195 to 0.203; that of the guess is 0.2086."""
-    run = trained(tmp_path, 0.04, rows=6000, batch_size=1000)
+    """Over 10 seeds its loss was 0.182 to 0.188; that of the guess is 0.2086."""
+    run = trained(tmp_path, 0.04, rows=6000, batch_size=1000, noise_multiplier=2.0)
     assert run.held_out["loss"] < constant_loss(run.task)
     assert run.folder.summary().lost_threshold == ""
 
