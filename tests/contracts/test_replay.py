@@ -18,7 +18,14 @@ from torch.utils.data import TensorDataset
 
 from engine.driven import as_traced
 from qclip.engine.gradients import clipping
-from qclip.thresholds import Constant, GeometricQuantile, HistogramQuantile, PrivateQuantile, SlackQuantile
+from qclip.thresholds import (
+    BalancedThreshold,
+    Constant,
+    GeometricQuantile,
+    HistogramQuantile,
+    PrivateQuantile,
+    SlackQuantile,
+)
 from qclip.training.make import make_private
 from qclip.training.sampling import PoissonSampler
 from shards import every
@@ -32,6 +39,7 @@ THRESHOLDS = {
     "geometric, off centre": GeometricQuantile(0.9, centre=0.1),
     "histogram": HistogramQuantile(0.5),
     "slack": SlackQuantile(0.5, initial=1.0),
+    "balanced": BalancedThreshold(),
 }
 GROUPS = {"flat": "flat", "per-layer": "per-layer", "named": {"head": "2.*", "rest": "*"}}
 Z = 0.5
@@ -74,9 +82,9 @@ def without_reduction(outputs, targets):
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
-def run(threshold, groups, physical_batch_size, door, **changes):
+def run(threshold, groups, physical_batch_size, door, momentum=0.0, **changes):
     network = model()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.2)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.2, momentum=momentum)
     settings = {"loss": nn.CrossEntropyLoss(), "batch_size": 100, "steps": 3, "noise_multiplier": Z} | changes
     training = make_private(
         network, optimizer, data(), delta=1e-4, threshold=threshold, groups=GROUPS[groups], compile=door is compiled,
@@ -136,6 +144,29 @@ def test_removing_an_example_moves_a_step_by_what_is_accounted_for(monkeypatch, 
         assert (costs <= (1 + 1e-4) / Z**2).all()
         if example != 1:  # one that is not finite adds nothing to the gradient
             assert costs.max() > 0
+
+
+@pytest.mark.parametrize(
+    ("threshold", "groups", "momentum"),
+    [("balanced", "flat", 0.0), ("balanced", "per-layer", 0.9), ("private quantile", "named", 0.0)],
+)
+def test_a_learning_rate_that_finds_itself_depends_on_releases_only(
+    monkeypatch, make_recorder, threshold, groups, momentum
+):
+    """The history of each run without an example is compared with the whole one's, learning rates and all."""
+    runs = []
+
+    def run_it():
+        runs.append(run(THRESHOLDS[threshold], groups, None, fused, steps=8, step_size="auto", momentum=momentum))
+        return runs[-1]
+
+    for _, costs in compare(monkeypatch, make_recorder, run_it, gone=[0, 40]):
+        assert (costs <= (1 + 1e-4) / Z**2).all()
+        assert costs.max() > 0
+    rates = [record.step_size * math.hypot(*record.tau) for record in runs[0].history]
+    assert len(set(rates[1:4])) == 3  # they were learnt
+    for other in runs[1:]:
+        assert [record.step_size for record in other.history] == [record.step_size for record in runs[0].history]
 
 
 @pytest.mark.parametrize("loss", [without_reduction, nn.CrossEntropyLoss(reduction="sum")])

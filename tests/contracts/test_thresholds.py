@@ -16,6 +16,7 @@ from qclip import schedules
 from qclip.apps.experiments.tracking import Setting, follow
 from qclip.thresholds import (
     Answer,
+    BalancedThreshold,
     Conditions,
     Constant,
     ExactQuantile,
@@ -42,6 +43,8 @@ THRESHOLDS = {
     "histogram": HistogramQuantile(0.5),
     "histogram, few radii": HistogramQuantile(0.9, radii=4, spacing=0.7, noise_share=0.1),
     "histogram, scheduled": HistogramQuantile(FALLING),
+    "balanced": BalancedThreshold(),
+    "balanced, high and dear": BalancedThreshold(noise_share=0.1, initial=3.0),
     "exact": ExactQuantile(0.5),
     "exact, of all data": ExactQuantile(0.9, over="dataset"),
     "exact, scheduled": ExactQuantile(FALLING),
@@ -50,7 +53,9 @@ THRESHOLDS = {
 }
 PRIVATE = {name: threshold for name, threshold in THRESHOLDS.items() if threshold.private}
 RAW = {name: threshold for name, threshold in THRESHOLDS.items() if not threshold.private}
-QUANTILES = {name: threshold for name, threshold in THRESHOLDS.items() if not isinstance(threshold, Constant)}
+LEARNT = {name: threshold for name, threshold in THRESHOLDS.items() if not isinstance(threshold, Constant)}
+SCHEDULABLE = {name: each for name, each in THRESHOLDS.items() if not isinstance(each, BalancedThreshold)}
+QUANTILES = {name: threshold for name, threshold in LEARNT.items() if name in SCHEDULABLE}
 
 
 def each(table):
@@ -72,7 +77,8 @@ def answer(threshold, state, step, rng, *, wild=False):
         return tuple(map(tuple, values.tolist()))
 
     count, slack = (threshold.ask(state, step).count, threshold.ask(state, step).slack)
-    norms = np.exp(rng.normal(size=(rng.integers(0 if wild else 1, 9), len(threshold.clip_norms(state, step)))))
+    num_groups = len(threshold.clip_norms(state, step))
+    norms = np.exp(rng.normal(size=(rng.integers(0 if wild else 1, 9), num_groups)))
     if wild:
         norms[rng.random(norms.shape) < 0.3] = rng.choice([0.0, math.inf])
     return Answer(
@@ -82,6 +88,8 @@ def answer(threshold, state, step, rng, *, wild=False):
         bins_std=float(rng.choice([0.0, 0.05, 3.0])),
         within_std=tuple((float(rng.choice([0.0, 0.05, 3.0])),) * len(row) for row in slack.radii) if slack else (),
         batch_size=float(rng.choice([1, 64, math.inf])),
+        noise_power=tuple(rng.choice([0.0, 0.01, 3.0, 1e9], num_groups).tolist()),
+        dims=tuple(rng.choice([1, 1000, 10**9], num_groups).tolist()),
     )
 
 
@@ -137,6 +145,7 @@ def test_its_state_survives_a_file(threshold, seed, steps):
         assert threshold.ask(restored, step) == threshold.ask(state, step)
         found = answer(threshold, state, step, np.random.default_rng(step))
         assert threshold.unclipped(restored, step, found) == threshold.unclipped(state, step, found)
+        assert threshold.clipped_length(restored, step, found) == threshold.clipped_length(state, step, found)
         state, restored = threshold.update(state, step, found), threshold.update(restored, step, found)
 
 
@@ -165,6 +174,7 @@ def test_a_private_threshold_does_not_look_at_raw_norms(threshold, seed):
     told = [replace(found, raw_norms=norms, clip_norms=(1.0, 1.0)), replace(found, raw_norms=100 * norms)]
     assert threshold.update(state, 2, told[0]) == threshold.update(state, 2, told[1])
     assert threshold.unclipped(state, 2, told[0]) == threshold.unclipped(state, 2, told[1])
+    assert threshold.clipped_length(state, 2, told[0]) == threshold.clipped_length(state, 2, told[1])
 
 
 @each(RAW)
@@ -184,6 +194,9 @@ def test_it_pays_if_and_only_if_it_counts(threshold):
     state = after(threshold, 2, 3, np.random.default_rng(0))
     assert (threshold.noise_share > 0) == (threshold.ask(state, 3).count is not None)
     assert threshold.noise_share >= 0
+    share = threshold.share(Conditions(64, 100, 1.0, (10_000, 10_000)))
+    assert threshold.noise_share <= share < math.inf
+    assert (share > 0) == (threshold.noise_share > 0)
 
 
 @each(THRESHOLDS)
@@ -253,6 +266,16 @@ def test_it_tells_the_unclipped_fraction_of_each_group_or_nothing(threshold):
     assert all(type(fraction) is float and math.isfinite(fraction) for fraction in told)
 
 
+@each(THRESHOLDS)
+@given(seed=seeds)
+def test_it_tells_the_clipped_length_of_each_group_or_nothing(threshold, seed):
+    rng = np.random.default_rng(seed)
+    state = after(threshold, 3, 2, rng)
+    told = threshold.clipped_length(state, 2, answer(threshold, state, 2, rng, wild=True))
+    assert len(told) == (3 if isinstance(threshold, BalancedThreshold) else 0)
+    assert all(type(length) is float and 0 <= length < math.inf for length in told)
+
+
 LOG_NORMAL = stats.lognorm(1.0)
 LEARNERS = {
     "geometric": GeometricQuantile,
@@ -290,25 +313,42 @@ def test_a_scheduled_quantile_is_followed(kind):
     assert trace.unclipped[230:].mean() == pytest.approx(0.8, abs=0.01)
 
 
-@pytest.mark.parametrize("wrong", [1e12, -1e12, math.nan])
-@pytest.mark.parametrize("kind", [PrivateQuantile, SlackQuantile, HistogramQuantile])
-def test_a_wild_answer_is_recovered_from(kind, wrong):
-    """Noise cannot give such an answer, but if it comes, its effect passes."""
-    threshold = kind(0.5, initial=1.0)
+def settled(threshold, steps, wrong=None):
+    """The tau of one run on exact answers, three of which may be wrong."""
     state = threshold.start(1)
-    for step in range(120):
+    for step in range(steps):
         question = threshold.ask(state, step)
         count, slack = (() if asked is None else asked.radii[0] for asked in (question.count, question.slack))
         bins = tuple(np.diff(LOG_NORMAL.cdf(count), prepend=0).tolist())
         within = tuple(LOG_NORMAL.cdf(slack).tolist())
-        if 30 <= step < 33:
+        if wrong is not None and 30 <= step < 33:
             bins, within = (wrong,) * len(bins), (wrong,) * len(within)
         known = {"bins_std": 0.05, "within_std": ((0.05,) * len(within),), "batch_size": 256}
-        state = threshold.update(state, step, Answer((bins,), (within,), **known))
-    assert math.log(threshold.clip_norms(state, 120)[0]) == pytest.approx(0, abs=0.1)
+        public = {"noise_power": (0.1,), "dims": (10_000,)}
+        state = threshold.update(state, step, Answer((bins,), (within,), **known, **public))
+    return threshold.clip_norms(state, steps)[0]
 
 
-@each(QUANTILES)
+@pytest.mark.parametrize("wrong", [1e12, -1e12, math.nan])
+@pytest.mark.parametrize(
+    ("threshold", "steps"),
+    [
+        (PrivateQuantile(0.5, initial=1.0), 120),
+        (SlackQuantile(0.5, initial=1.0), 120),
+        (HistogramQuantile(0.5, initial=1.0), 120),
+        (BalancedThreshold(), 200),  # with this noise it averages over 40 steps
+    ],
+    ids=lambda value: "" if isinstance(value, int) else type(value).__name__,
+)
+def test_a_wild_answer_is_recovered_from(threshold, steps, wrong):
+    """Noise cannot give such an answer, but if it comes, its effect passes."""
+    undisturbed = settled(threshold, steps)
+    assert math.log(settled(threshold, steps, wrong)) == pytest.approx(math.log(undisturbed), abs=0.1)
+    if not isinstance(threshold, BalancedThreshold):
+        assert undisturbed == pytest.approx(1.0, abs=0.1)
+
+
+@each(LEARNT)
 @given(seed=seeds)
 def test_it_keeps_its_bounds(threshold, seed):
     bounded = replace(threshold, tau_min=0.9, tau_max=1.1, initial=1.0)
@@ -321,12 +361,24 @@ def test_it_keeps_its_bounds(threshold, seed):
 
 @each(QUANTILES)
 @pytest.mark.parametrize(
+    ("p", "message"),
+    [
+        (0, r"p = 0 must be in \(0, 1\)"),
+        (1.0, r"p = 1.0 must be in \(0, 1\)"),
+        (math.nan, "p = nan must be finite"),
+        (schedules.constant(2.0), r"p = 2.0 must be in \(0, 1\)"),
+    ],
+    ids=["0", "1", "nan", "schedule"],
+)
+def test_a_bad_quantile_is_refused(threshold, p, message):
+    with pytest.raises(ValueError, match=message):
+        replace(threshold, p=p)
+
+
+@each(LEARNT)
+@pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"p": 0}, r"p = 0 must be in \(0, 1\)"),
-        ({"p": 1.0}, r"p = 1.0 must be in \(0, 1\)"),
-        ({"p": math.nan}, "p = nan must be finite"),
-        ({"p": schedules.constant(2.0)}, r"p = 2.0 must be in \(0, 1\)"),
         ({"initial": 0}, r"initial = 0 must be in \[1e-06, 1e\+06\]"),
         ({"tau_min": 0}, "tau_min = 0 must be > 0"),
         ({"tau_max": math.inf}, "tau_max = inf must be finite"),
@@ -334,12 +386,12 @@ def test_it_keeps_its_bounds(threshold, seed):
     ],
     ids=lambda value: "" if isinstance(value, str) else ",".join(value),
 )
-def test_bad_settings_are_refused(threshold, change, message):
+def test_bad_bounds_are_refused(threshold, change, message):
     with pytest.raises(ValueError, match=message):
         replace(threshold, **change)
 
 
-@each(THRESHOLDS)
+@each(SCHEDULABLE)
 def test_a_schedule_that_goes_wrong_later_is_refused_before_the_run(threshold):
     name = "tau" if isinstance(threshold, Constant) else "p"
     later = replace(threshold, **{name: lambda step: 0.5 if step < 900 else 1.5 - 3 * (name == "tau")})

@@ -40,17 +40,25 @@ class Lattice:
         """Return the radii from the lowest place on."""
         return [math.exp(self.spacing * (lowest + place)) for place in range(self.size)]
 
-    def count(self, groups: Iterable[tuple[int, float]]) -> Count:
+    def count(self, groups: Iterable[tuple[int, float]], *, centred: bool = True) -> Count:
         """Return the question for the norms between the radii, with tau among them, for each group's lowest place."""
         radii = tuple((*sorted((*self.radii(lowest), tau)), OUTERMOST) for lowest, tau in groups)
-        return Count(radii, 1 / self.num_bins)
+        return Count(radii, 1 / self.num_bins if centred else 0.0)
 
-    def read(self, lowest: int, tau: float, bins: Sequence[float]) -> tuple[list[float], float]:
-        """Return the fractions within the radii, and within tau; the bins are shifted so that they add up to 1."""
-        excess = (sum(bins) - 1) / len(bins)
-        fractions = np.cumsum([value - excess for value in bins]).tolist()
+    def read(self, lowest: int, tau: float, bins: Sequence[float], noise: float = 1.0) -> tuple[list[float], float]:
+        """Return the fractions within the radii, and within tau, by the fractions beyond them.
+
+        Args:
+            lowest: The place of the first radius.
+            tau: The threshold.
+            bins: The noisy fractions in the bins.
+            noise: The part of their surplus over 1 that is noise, and not a batch of another size: it is removed.
+        """
+        surplus = noise * (sum(bins) - 1) / len(bins)
+        beyond = np.cumsum([value - surplus for value in reversed(bins)])[::-1]
+        fractions = (1 - beyond[1:]).tolist()
         at_tau = fractions.pop(bisect_left(self.radii(lowest), tau))
-        return fractions[:-1], at_tau
+        return fractions, at_tau
 
 
 def shifted(values: Sequence[T], places: int, below: Sequence[T], above: Sequence[T]) -> tuple[T, ...]:

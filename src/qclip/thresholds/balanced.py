@@ -86,12 +86,12 @@ class BalancedThreshold(Threshold[State]):
     gradients among many short ones, as those of a rare class, keep tau up. A quantile would follow the short ones.
 
     - R is read off a smoothed noisy histogram of the norms, in 20 bins of log radius around tau.
-    - Without noise, tau is where about 0.3 % of the length is clipped.
+    - Without noise, clipping takes away 0.1 to 0.5 % of tau on average.
 
     Args:
         initial: Tau at the first step. It crosses a factor of 100 in a few steps.
         noise_share: Cost of the histogram, as growth of the gradient's noise. It is more in two cases: up to 0.1 in
-            models of fewer than 1000 parameters, whose noise is small, and up to 0.2 where the batch is so small for
+            models of fewer than 5000 parameters, whose noise is small, and up to 0.2 where the batch is so small for
             its noise that the histogram would be lost in it.
         tau_min: Lower bound of tau.
         tau_max: Upper bound of tau.
@@ -141,12 +141,12 @@ class BalancedThreshold(Threshold[State]):
 
     def ask(self, state: State, step: int) -> Question:
         """Count the norms between the radii, tau among them."""
-        return Question(LATTICE.count((group["lowest"], group["tau"]) for group in state))
+        return Question(LATTICE.count(((group["lowest"], group["tau"]) for group in state), centred=False))
 
     def unclipped(self, state: State, step: int, answer: Answer) -> tuple[float, ...]:
         """Return the fraction counted within tau."""
         return tuple(
-            LATTICE.read(group["lowest"], group["tau"], bins)[1]
+            LATTICE.read(group["lowest"], group["tau"], bins, _noise_part(answer))[1]
             for group, bins in zip(state, answer.noisy_bins, strict=True)
         )
 
@@ -167,7 +167,7 @@ class BalancedThreshold(Threshold[State]):
     def _histograms(self, state: State, answer: Answer) -> "list[Histogram]":
         powers = _powers(state, answer)
         return [
-            _smoothed(group, bins, answer.bins_std, power)
+            _smoothed(group, bins, answer.bins_std, _noise_part(answer), power)
             for group, bins, power in zip(state, answer.noisy_bins, powers, strict=True)
         ]
 
@@ -221,7 +221,7 @@ class Histogram:
 
 def _sensitivity(conditions: Conditions) -> float:
     """Return the noise on the number within a radius at noise multiplier 1."""
-    return LATTICE.count([(0, 1.0)] * len(conditions.dims)).l2_bound * LATTICE.spread
+    return LATTICE.count([(0, 1.0)] * len(conditions.dims), centred=False).l2_bound * LATTICE.spread
 
 
 def _powers(state: State, answer: Answer) -> list[float]:
@@ -235,9 +235,18 @@ def _weight(power: float) -> float:
     return LEAST_WEIGHT + (LARGEST_WEIGHT - LEAST_WEIGHT) * power / (power + MUCH_NOISE)
 
 
-def _smoothed(group: BalancedGroup, bins: tuple[float, ...], std: float, power: float) -> Histogram:
+def _noise_part(answer: Answer) -> float:
+    """Return the part of the variance of the sum of all bins that is noise; the rest is the size of the sample.
+
+    Counts are not centred, or else a batch that is larger than expected would be read as norms in every empty bin.
+    """
+    noise, sampling = LATTICE.num_bins * answer.bins_std**2, 1 / answer.batch_size
+    return noise / (noise + sampling) if noise > 0 else 0.0
+
+
+def _smoothed(group: BalancedGroup, bins: tuple[float, ...], std: float, noise_part: float, power: float) -> Histogram:
     """Return the histogram of a group, averaged with the counts of this step."""
-    noisy, _ = LATTICE.read(group["lowest"], group["tau"], bins)
+    noisy, _ = LATTICE.read(group["lowest"], group["tau"], bins, noise_part)
     noise = std * LATTICE.spread
     # The bias to be measured is about sqrt(power) tau: the larger that is, the less averaging it takes.
     forgetting = clamp(0.01 * math.sqrt(power) / noise, SLOWEST, FASTEST) if noise > 0 else FASTEST
@@ -247,10 +256,10 @@ def _smoothed(group: BalancedGroup, bins: tuple[float, ...], std: float, power: 
         for old, new, n in zip(before, noisy, steps, strict=True)
     )
     seen = tuple(n + 1 for n in steps)
-    # A fraction beyond a radius is a sum of bins less its share of their total, which is known to be 1.
+    # A fraction beyond a radius is a sum of bins less its share of the noise in their total.
     bins_beyond = np.arange(LATTICE.size, 0, -1) + 1
     averaged = np.maximum(1 / np.array(seen), forgetting / (2 - forgetting))
-    relative = np.sqrt(averaged * bins_beyond * (1 - bins_beyond / LATTICE.num_bins))
+    relative = np.sqrt(averaged * bins_beyond * (1 - noise_part * bins_beyond / LATTICE.num_bins))
     return Histogram(group["lowest"], within, seen, std * relative)
 
 
