@@ -89,7 +89,6 @@ def answer(threshold, state, step, rng, *, wild=False):
         within_std=tuple((float(rng.choice([0.0, 0.05, 3.0])),) * len(row) for row in slack.radii) if slack else (),
         batch_size=float(rng.choice([1, 64, math.inf])),
         noise_power=tuple(rng.choice([0.0, 0.01, 3.0, 1e9], num_groups).tolist()),
-        dims=tuple(rng.choice([1, 1000, 10**9], num_groups).tolist()),
     )
 
 
@@ -324,7 +323,7 @@ def settled(threshold, steps, wrong=None):
         if wrong is not None and 30 <= step < 33:
             bins, within = (wrong,) * len(bins), (wrong,) * len(within)
         known = {"bins_std": 0.05, "within_std": ((0.05,) * len(within),), "batch_size": 256}
-        public = {"noise_power": (0.1,), "dims": (10_000,)}
+        public = {"noise_power": (0.1,)}
         state = threshold.update(state, step, Answer((bins,), (within,), **known, **public))
     return threshold.clip_norms(state, steps)[0]
 
