@@ -1,5 +1,7 @@
 """The answer of a step to its threshold: released sums as fractions of the batch size, with the size of their noise."""
 
+from operator import sub
+
 import numpy as np
 import torch
 
@@ -29,7 +31,9 @@ def answer(noisy: NoisySum, counts: NoisySum | None, raw: RawSums, query: Query,
         rows = list(zip(slack, query.coefficients, noisy.stds, strict=True))
         within = tuple(tuple(x * noisy.divisor / a / B for x, a in zip(xs, row, strict=True)) for xs, row, _ in rows)
         within_std = tuple(tuple(std / a / B for a in row) for _, row, std in rows)
-    groups = zip(query.dims, noisy.stds, raw.clip_norms, strict=True)
+    slack_dims = map(len, query.coefficients or ((),) * len(query.dims))
+    dims = tuple(map(sub, query.dims, slack_dims))
+    groups = zip(dims, noisy.stds, raw.clip_norms, strict=True)
     return Answer(
         noisy_bins=bins,
         noisy_within=within,

@@ -99,15 +99,16 @@ class AutoStepSize:
             return
         taken = torch._foreach_sub(self._before, [parameter.detach() for parameter in parameters])
         torch._foreach_div_(taken, self._rate)
-        if self._direction is None:
-            self._direction = list(taken)
-        else:
-            torch._foreach_lerp_(self._direction, taken, 1 - MEMORY)
+        if self._direction is not None:  # into the new tensors: a `state_dict` may still hold the old ones
+            torch._foreach_lerp_(taken, self._direction, MEMORY)
+        self._direction = list(taken)
 
     def _learn(self, step: int, gradient: Sequence[Tensor], noise_power: float) -> None:
         """Move the rate by the agreement of the gradient with the direction of the steps."""
         squared = _dot(gradient, gradient)
         signal = squared.item() - noise_power
+        if not math.isfinite(signal):  # the average would not recover
+            return
         self._signal = signal if self._signal is None else SIGNAL_MEMORY * self._signal + (1 - SIGNAL_MEMORY) * signal
         if self._direction is None:
             return
@@ -134,7 +135,11 @@ def require_sgd(optimizers: Sequence[Optimizer]) -> float:
             remedy = "pass a number or a schedule, or take torch.optim.SGD, with or without momentum"
             bound = "left out with other optimizers than SGD"
             raise check.refuse("step_size", f"'auto' with {type(optimizer).__name__}", bound, remedy)
-    momenta = {float(group["momentum"]) for optimizer in optimizers for group in optimizer.param_groups}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if any(group["maximize"] for group in groups):
+        remedy = "negate the loss: the rate grows while steps go down the gradient"
+        raise check.refuse("maximize", True, 'False with step_size="auto"', remedy)
+    momenta = {float(group["momentum"]) for group in groups}
     if len(momenta) > 1:
         remedy = "give all groups of parameters one momentum"
         raise check.refuse("momentum", sorted(momenta), 'one value with step_size="auto"', remedy)
