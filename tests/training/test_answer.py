@@ -56,7 +56,7 @@ def test_without_noise_it_has_no_power():
 
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("threshold", THRESHOLDS, ids=lambda threshold: type(threshold).__name__)
-def test_the_answer_has_the_number_of_parameters(monkeypatch, threshold, groups):
+def test_the_record_has_the_noise_power_of_the_answer(monkeypatch, threshold, groups):
     answers, update = [], type(threshold).update
     kept = lambda self, state, step, answer: answers.append(answer) or update(self, state, step, answer)  # noqa: E731
     monkeypatch.setattr(type(threshold), "update", kept)
