@@ -249,6 +249,14 @@ def test_it_tells_the_length_that_clipping_takes_away(law, tau):
     assert threshold.unclipped(state, 0, answer) == pytest.approx((law.cdf(tau),), abs=1e-9)
 
 
+def test_norms_out_of_reach_count_as_so_long():
+    """Eight places above tau, a factor of 25, and one place more."""
+    threshold = BalancedThreshold(initial=1.0)
+    state = threshold.start(1)
+    (length,) = threshold.clipped_length(state, 0, exact(threshold, state, stats.lognorm(0.1, scale=1e6)))
+    assert length == pytest.approx(math.expm1(0.4 * 9), rel=1e-6)
+
+
 def test_noise_alone_takes_nothing_away():
     """Every norm is within tau; fractions beyond it are noise, of which one in six counts at each radius."""
     threshold, rng, std = BalancedThreshold(initial=10.0), np.random.default_rng(0), 0.002
@@ -326,7 +334,9 @@ def test_the_share_grows_with_noise_and_groups():
 
 
 def test_noise_that_drowns_it_is_refused():
-    with pytest.raises(ValueError, match=r"noise on the unclipped fraction .* \(batch size 4, noise multiplier 1"):
+    with pytest.raises(
+        ValueError, match=r"noise on the unclipped fraction .* \(batch size 4, noise multiplier 1, groups 1\); "
+    ):
         BalancedThreshold().check(Conditions(4, 100, 1.0, (10_000,)))
     BalancedThreshold().check(Conditions(5, 100, 1.0, (10_000,)))
     BalancedThreshold().check(Conditions(1, 100, 0.0, (10_000,)))

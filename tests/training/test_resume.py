@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from qclip.thresholds import (
+    BalancedThreshold,
     Constant,
     ExactQuantile,
     GeometricQuantile,
@@ -33,6 +34,7 @@ THRESHOLDS = {
     "exact": ExactQuantile(0.5),
     "exact over all": ExactQuantile(0.5, over="dataset"),
     "rolling": RollingQuantile(0.5, window=50),
+    "balanced": BalancedThreshold(),
 }
 
 

@@ -131,7 +131,7 @@ def attainable(p: float, noise: float, conditions: Conditions) -> float:
     return p
 
 
-def facts(conditions: Conditions, p: float) -> str:
+def facts(conditions: Conditions, p: float | None = None) -> str:
     """Return the conditions as text, for errors."""
     size, z, groups = conditions.batch_size, conditions.noise_multiplier, len(conditions.dims)
-    return f"batch size {size}, noise multiplier {z:g}, groups {groups}, p {p:g}"
+    return f"batch size {size}, noise multiplier {z:g}, groups {groups}" + ("" if p is None else f", p {p:g}")

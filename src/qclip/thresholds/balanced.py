@@ -11,7 +11,7 @@ from qclip import _validate as check
 from qclip import accounting
 from qclip._validate import Floats
 from qclip.thresholds._lattice import Lattice, shifted
-from qclip.thresholds._motion import attainable, check_range, clamp, plausible
+from qclip.thresholds._motion import check_range, clamp, facts, plausible
 from qclip.thresholds.threshold import Answer, Conditions, Question, RawAccess, Threshold
 
 LATTICE = Lattice(18, 0.4)
@@ -127,7 +127,12 @@ class BalancedThreshold(Threshold[State]):
         The standard deviation of the noise on the fraction within a radius may be up to 1, the whole batch.
         """
         counts = accounting.split(conditions.noise_multiplier, self.share(conditions)).counts
-        attainable(0.5, counts * _sensitivity(conditions) / conditions.batch_size * (1 - 1e-9), conditions)
+        noise = counts * _sensitivity(conditions) / conditions.batch_size
+        if noise > 1 + 1e-9:
+            raise check.Refusal(
+                f"the noise on the unclipped fraction has a standard deviation of {noise:.2f}, above 1 "
+                f"({facts(conditions)}); take a larger batch, a larger noise_share, fewer groups, or Constant(tau)"
+            )
 
     def start(self, num_groups: int) -> State:
         """Return the initial tau of each group, with an empty histogram."""
