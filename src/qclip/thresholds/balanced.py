@@ -41,7 +41,7 @@ FINE = 8
 SMALL_MODEL, SMALL_MODEL_SHARE = 50.0, 0.1
 """The noise share of a small model times its parameters, and its largest value: the fewer parameters, the smaller the
 noise, and the smaller the bias that has to be measured."""
-LARGEST_SHARE = 0.2
+LARGEST_SHARE = 0.25
 """The largest noise share that the histogram takes by itself where the batch is small."""
 
 
@@ -91,7 +91,7 @@ class BalancedThreshold(Threshold[State]):
     Args:
         initial: Tau at the first step. It crosses a factor of 100 in a few steps.
         noise_share: Cost of the histogram, as growth of the gradient's noise. It is more in two cases: up to 0.1 in
-            models of fewer than 5000 parameters, whose noise is small, and up to 0.2 where the batch is so small for
+            models of fewer than 5000 parameters, whose noise is small, and up to 0.25 where the batch is so small for
             its noise that the histogram would be lost in it.
         tau_min: Lower bound of tau.
         tau_max: Upper bound of tau.
@@ -122,7 +122,7 @@ class BalancedThreshold(Threshold[State]):
         return max(usual, min(needed, LARGEST_SHARE))
 
     def check(self, conditions: Conditions) -> None:
-        """Refuse noise that is too large for the histogram, even at a noise share of 0.2.
+        """Refuse noise that is too large for the histogram, even at a noise share of 0.25.
 
         The standard deviation of the noise on the fraction within a radius may be up to 1, the whole batch.
         """

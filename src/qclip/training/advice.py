@@ -168,9 +168,9 @@ def what_if(plan: PrivatePlan) -> tuple[Change, ...]:
     >>> plan = plan_private(plan_training(1000, 100, steps=100, epsilon=0.5, delta=1e-4), dim=50)
     >>> for change in what_if(plan)[:3]:
     ...     print(f"{change.name}: S {change.outlook.squared_noise:.2f}, bound x {change.bound:.2f}")
-    this plan: S 0.19, bound x 1.00
-    batch x 2, same epochs: S 0.09, bound x 1.02
-    batch x 2, same steps: S 0.18, bound x 0.98
+    this plan: S 0.22, bound x 1.00
+    batch x 2, same epochs: S 0.11, bound x 1.02
+    batch x 2, same steps: S 0.22, bound x 0.98
 
     Args:
         plan: A plan with a budget, ``training.epsilon``.
