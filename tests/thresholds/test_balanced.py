@@ -335,10 +335,10 @@ def test_the_share_grows_with_noise_and_groups():
 
 def test_noise_that_drowns_it_is_refused():
     with pytest.raises(
-        ValueError, match=r"noise on the unclipped fraction .* \(batch size 4, noise multiplier 1, groups 1\); "
+        ValueError, match=r"noise on the unclipped fraction .* \(batch size 3, noise multiplier 1, groups 1\); "
     ):
-        BalancedThreshold().check(Conditions(4, 100, 1.0, (10_000,)))
-    BalancedThreshold().check(Conditions(5, 100, 1.0, (10_000,)))
+        BalancedThreshold().check(Conditions(3, 100, 1.0, (10_000,)))
+    BalancedThreshold().check(Conditions(4, 100, 1.0, (10_000,)))
     BalancedThreshold().check(Conditions(1, 100, 0.0, (10_000,)))
 
 
