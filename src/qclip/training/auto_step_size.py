@@ -68,12 +68,11 @@ class AutoStepSize:
             parameters: The parameters before the step.
             noise_power: The expected squared norm of the noise on the gradient.
         """
-        half = self._num_steps / 2
         if step == 0:
             self._rate = (1 - self._momentum) / math.sqrt(1 + noise_power)
-        if step >= half:
+        if step >= self._num_steps / 2:
             self._direction = self._before = None  # not needed any more
-            return self._rate * (self._num_steps - step) / (self._num_steps - math.ceil(half))
+            return self._rate * late_decay(step, self._num_steps)
         self._follow(parameters)
         self._learn(step, gradient, noise_power)
         self._before = [parameter.detach().clone() for parameter in parameters]
@@ -120,6 +119,16 @@ class AutoStepSize:
         agreement = max(-1.0, min(1.0, along / scale)) if scale > 0 and math.isfinite(along) else 0.0
         speed = SPEED * (1 + EAGER * math.exp(-step / EAGER_STEPS))
         self._rate = min(self._rate * math.exp(speed * agreement), LARGEST)
+
+
+def late_decay(step: int, num_steps: int) -> float:
+    """Return a factor for the learning rate: 1 for half of the run, then linear to 0.
+
+    >>> [late_decay(step, 6) for step in range(6)]
+    [1.0, 1.0, 1.0, 1.0, 0.6666666666666666, 0.3333333333333333]
+    """
+    half = math.ceil(num_steps / 2)
+    return min(1.0, (num_steps - step) / (num_steps - half)) if num_steps > 1 else 1.0
 
 
 def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> Tensor:

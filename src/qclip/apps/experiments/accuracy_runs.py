@@ -28,6 +28,7 @@ from qclip.apps.experiments.scores import held_out_scores
 from qclip.apps.experiments.task_training import train_privately
 from qclip.engine.torch_settings import fp32_precision
 from qclip.thresholds import BalancedThreshold, Constant, PrivateQuantile, Threshold
+from qclip.training.auto_step_size import late_decay
 from qclip.training.dataset import dataset_size
 from qclip.training.lost_threshold import LostThreshold
 from qclip.training.plan import plan_training
@@ -108,8 +109,7 @@ class LateDecay:
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of this step."""
-        half = math.ceil(self.num_steps / 2)
-        return self.rate if step < half else self.rate * (self.num_steps - step) / (self.num_steps - half)
+        return self.rate * late_decay(step, self.num_steps)
 
 
 class RunFile:
