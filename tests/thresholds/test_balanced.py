@@ -97,7 +97,8 @@ def simulate(law, setting, starts, steps, *, path=None, seed=0):
         count = threshold.ask(state, step).count
         std = split.counts * Count(count.radii[:1], count.centre).l2_bound / B
         scale = 1.0 if path is None else math.exp(path[step])
-        counts = rng.poisson(B * np.diff(law.cdf(np.array(count.radii) / scale), axis=1, prepend=0))
+        fractions = np.diff(law.cdf(np.array(count.radii) / scale), axis=1, prepend=0).clip(0)  # but for rounding
+        counts = rng.poisson(B * fractions)
         centred = counts - count.centre * counts.sum(1, keepdims=True)
         bins = centred / B + count.centre + std * rng.standard_normal(counts.shape)
         answer = Answer(tuple(map(tuple, bins.tolist())), bins_std=std, batch_size=B, **public)
@@ -122,8 +123,8 @@ def settled(law, steps=150, threshold=BalancedThreshold(), **public):  # noqa: B
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 def test_it_finds_the_minimum_of_its_objective_from_both_sides(law, setting):
-    # Over 80 runs the mean of log(tau / best) lies between -0.31 and 0.07, with a standard deviation of at most 0.17
-    # between runs; the mean cost is at most 1.07 times the least, with 0.11 between runs. For the mean of 8 runs, all
+    # Over 80 runs the mean of log(tau / best) lies between -0.31 and 0.10, with a standard deviation of at most 0.21
+    # between runs; the mean cost is at most 1.12 times the least, with 0.17 between runs. For the mean of 8 runs, all
     # bounds are more than 4 standard deviations away.
     power = setting.weighted_power
     target = best(law, power)
@@ -132,7 +133,7 @@ def test_it_finds_the_minimum_of_its_objective_from_both_sides(law, setting):
     assert -0.5 < distance.mean() < 0.3
     assert abs(distance.mean(0)).max() < 1.2
     costs = np.interp(taus, GRID, cost(law, power)) / cost(law, power).min()
-    assert costs.mean() < 1.25
+    assert costs.mean() < 1.4
 
 
 @pytest.mark.parametrize(
@@ -199,7 +200,8 @@ def test_where_all_is_noise_it_stays_at_half_of_the_mean_norm():
     for law in (LAWS["narrow log-normal"], stats.lognorm(0.01)):
         assert settled(law, noise_power=1e4) == pytest.approx(0.5 * mean_excess(law)[0], rel=0.06)
         assert settled(law, 1000, noise_power=1e4) == pytest.approx(settled(law, noise_power=1e4), rel=1e-3)
-    # Noise on a fraction of 0.97, the batch: a run's log tau has a standard deviation of 0.3 around 0.4 of the mean.
+    # The noise on a fraction is the whole batch: log tau has a standard deviation of 0.3 around log 0.29 of the mean,
+    # and the mean of 8 runs one of 0.05. In 60 runs tau was between 0.1 and 1.1 of the mean.
     setting = Setting(64, 4.0, 10**7)
     assert setting.noise_power > 1e4
     taus = simulate(LOG_NORMAL, setting, [1.0] * 8, 400)[100:] / mean_excess(LOG_NORMAL)[0]
@@ -215,13 +217,13 @@ def test_norms_that_drift_are_followed():
         target = best(LOG_NORMAL, setting.weighted_power)
         taus = simulate(LOG_NORMAL, setting, [target] * 4, 300, path=path)[50:]
         distance = np.log(taus / target) - path[50:, None]
-        # Measured in 16 runs: 0.23, 0.28 and 0.35, at most 0.45 in one run; the lag at the ends of a drift is 0.5.
+        # Measured in 16 runs: 0.26, 0.32 and 0.35, at most 0.45 in one run; the lag at the ends of a drift is 0.5.
         assert np.sqrt(np.square(distance).mean()) < 0.45
 
 
 @pytest.mark.parametrize(
     ("jump", "setting", "steps"),
-    [(100.0, USUAL, 60), (0.01, USUAL, 120), (100.0, LITTLE_NOISE, 50), (0.01, LITTLE_NOISE, 220)],
+    [(100.0, USUAL, 60), (0.01, USUAL, 120), (100.0, LITTLE_NOISE, 50), (0.01, LITTLE_NOISE, 340)],
     ids=["up", "down", "up, little noise", "down, little noise"],
 )
 def test_norms_that_jump_are_found_again(jump, setting, steps):
@@ -229,7 +231,7 @@ def test_norms_that_jump_are_found_again(jump, setting, steps):
     target = best(LOG_NORMAL, setting.weighted_power)
     path = np.where(np.arange(60 + steps + 20) < 60, 0.0, math.log(jump))
     taus = simulate(LOG_NORMAL, setting, [target] * 4, len(path), path=path)
-    # 16 runs of 16 were within 0.5 in log tau after 34, 77, 30 and 163 steps, and stayed within 0.45.
+    # 16 runs of 16 were within 0.5 in log tau after 35, 86 and 36 steps, and 24 of 24 after 301.
     assert abs(np.log(taus[60 + steps :] / target) - math.log(jump)).max() < 0.7
 
 
