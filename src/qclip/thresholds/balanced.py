@@ -55,6 +55,8 @@ class BalancedGroup(TypedDict):
     """The smoothed fraction of norms within each radius."""
     seen: tuple[int, ...]
     """The number of steps in each of them."""
+    clipped_length: float
+    """The mean length that the last step clipped from a gradient, over its tau."""
 
 
 State = tuple[BalancedGroup, ...]
@@ -137,7 +139,7 @@ class BalancedThreshold(Threshold[State]):
     def start(self, num_groups: int) -> State:
         """Return the initial tau of each group, with an empty histogram."""
         tau = float(self.initial)
-        group = BalancedGroup(tau=tau, lowest=_lowest(tau), within=(), seen=())
+        group = BalancedGroup(tau=tau, lowest=_lowest(tau), within=(), seen=(), clipped_length=0.0)
         return tuple(group.copy() for _ in range(num_groups))
 
     def clip_norms(self, state: State, step: int, raw_norms: Floats | None = None) -> tuple[float, ...]:
@@ -155,36 +157,31 @@ class BalancedThreshold(Threshold[State]):
             for group, bins in zip(state, answer.noisy_bins, strict=True)
         )
 
-    def clipped_length(self, state: State, step: int, answer: Answer) -> tuple[float, ...]:
-        """Return the mean excess over tau in the histogram after this step, in units of tau."""
-        histograms = zip(state, self._histograms(state, answer), strict=True)
-        return tuple(histogram.excess_over(group["tau"]) / group["tau"] for group, histogram in histograms)
+    def clipped_length(self, state: State) -> tuple[float, ...]:
+        """Return the mean excess over the tau of the last step, in units of that tau."""
+        return tuple(group["clipped_length"] for group in state)
 
     def update(self, state: State, step: int, answer: Answer) -> State:
         """Add the counts to the histogram and move tau towards the best threshold."""
-        histograms = self._histograms(state, answer)
-        powers = _powers(state, answer)
+        noise_part = _noise_part(answer)
         return tuple(
-            self._next(group, histogram, power)
-            for group, histogram, power in zip(state, histograms, powers, strict=True)
+            self._next(group, _smoothed(group, bins, answer.bins_std, noise_part, power), power)
+            for group, bins, power in zip(state, answer.noisy_bins, _powers(state, answer), strict=True)
         )
 
-    def _histograms(self, state: State, answer: Answer) -> "list[Histogram]":
-        powers = _powers(state, answer)
-        return [
-            _smoothed(group, bins, answer.bins_std, _noise_part(answer), power)
-            for group, bins, power in zip(state, answer.noisy_bins, powers, strict=True)
-        ]
-
     def _next(self, group: BalancedGroup, histogram: "Histogram", power: float) -> BalancedGroup:
+        tau = group["tau"]
+        radii, excess = histogram.excess(tau)
+        best = float(radii[np.argmin(power * radii**2 + excess**2)])
         rate = max(RATE, 1 / (1 + sorted(histogram.seen)[LATTICE.size // 2] / 2))
-        tau = math.exp((1 - rate) * math.log(group["tau"]) + rate * math.log(histogram.best(group["tau"], power)))
+        moved = math.exp((1 - rate) * math.log(tau) + rate * math.log(best))
         return _recentred(
             BalancedGroup(
-                tau=clamp(tau, self.tau_min, self.tau_max),
+                tau=clamp(moved, self.tau_min, self.tau_max),
                 lowest=histogram.lowest,
                 within=histogram.within,
                 seen=histogram.seen,
+                clipped_length=float(np.interp(tau, radii, excess)) / tau,
             )
         )
 
@@ -199,17 +196,7 @@ class Histogram:
     noise: Floats
     """The standard deviation of the noise of each fraction beyond a radius."""
 
-    def best(self, tau: float, power: float) -> float:
-        """Return the threshold with the least sum of noise and squared bias, from the reach of ``tau``."""
-        radii, excess = self._excess(tau)
-        return float(radii[np.argmin(power * radii**2 + excess**2)])
-
-    def excess_over(self, tau: float) -> float:
-        """Return the mean excess of the norms over tau."""
-        radii, excess = self._excess(tau)
-        return float(np.interp(tau, radii, excess))
-
-    def _excess(self, tau: float) -> tuple[Floats, Floats]:
+    def excess(self, tau: float) -> tuple[Floats, Floats]:
         """Return a fine grid of radii and the mean excess over each: the integral of the fraction beyond it.
 
         Fractions in doubt count as 0. Norms beyond the last radius, or the reach of tau, count as one place longer.
@@ -290,4 +277,5 @@ def _recentred(group: BalancedGroup) -> BalancedGroup:
         lowest=lowest,
         within=shifted(before, places, below, above),
         seen=shifted(group["seen"], places, unseen, unseen),
+        clipped_length=group["clipped_length"],
     )

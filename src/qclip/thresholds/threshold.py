@@ -193,8 +193,8 @@ class Threshold(ABC, Generic[S]):
     def unclipped(self, state: S, step: int, answer: Answer) -> tuple[float, ...]:
         """Return the noisy fraction of examples that the step left unclipped, per group; empty without a question."""
 
-    def clipped_length(self, state: S, step: int, answer: Answer) -> tuple[float, ...]:
-        """Return an estimate of the mean length that clipping takes from a gradient, over tau, per group.
+    def clipped_length(self, state: S) -> tuple[float, ...]:
+        """Return an estimate of the mean length that the last step clipped from a gradient, over its tau, per group.
 
         It bounds the bias of the step. Empty by default: not every threshold can tell.
         """

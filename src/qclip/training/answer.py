@@ -1,7 +1,5 @@
 """The answer of a step to its threshold: released sums as fractions of the batch size, with the size of their noise."""
 
-from operator import sub
-
 import numpy as np
 import torch
 
@@ -10,7 +8,15 @@ from qclip.thresholds.threshold import Grid
 from qclip.training.sums import Key, NoisySum, Query, RawSums
 
 
-def answer(noisy: NoisySum, counts: NoisySum | None, raw: RawSums, query: Query, batch_size: int) -> Answer:
+def answer(
+    noisy: NoisySum,
+    counts: NoisySum | None,
+    raw: RawSums,
+    query: Query,
+    *,
+    dims: tuple[int, ...],
+    batch_size: int,
+) -> Answer:
     """Return the input of a threshold's update.
 
     Args:
@@ -18,6 +24,7 @@ def answer(noisy: NoisySum, counts: NoisySum | None, raw: RawSums, query: Query,
         counts: The released counts; None if the threshold pays for none.
         raw: The raw sums: their clip norms are public, their norms are passed on to non-private thresholds only.
         query: The question of the threshold.
+        dims: The number of parameters of each group, without the slack.
         batch_size: The expected batch size.
     """
     B = batch_size
@@ -31,8 +38,6 @@ def answer(noisy: NoisySum, counts: NoisySum | None, raw: RawSums, query: Query,
         rows = list(zip(slack, query.coefficients, noisy.stds, strict=True))
         within = tuple(tuple(x * noisy.divisor / a / B for x, a in zip(xs, row, strict=True)) for xs, row, _ in rows)
         within_std = tuple(tuple(std / a / B for a in row) for _, row, std in rows)
-    slack_dims = map(len, query.coefficients or ((),) * len(query.dims))
-    dims = tuple(map(sub, query.dims, slack_dims))
     groups = zip(dims, noisy.stds, raw.clip_norms, strict=True)
     return Answer(
         noisy_bins=bins,

@@ -104,16 +104,16 @@ class AutoStepSize:
 
     def _learn(self, step: int, gradient: Sequence[Tensor], noise_power: float) -> None:
         """Move the rate by the agreement of the gradient with the direction of the steps."""
-        squared = _dot(gradient, gradient)
-        signal = squared.item() - noise_power
+        direction = self._direction
+        others = [] if direction is None else [_dot(gradient, direction), _dot(direction, direction).sqrt()]
+        squared, *products = torch.stack([_dot(gradient, gradient), *others]).tolist()  # one wait for the device
+        signal = squared - noise_power
         if not math.isfinite(signal):  # the average would not recover
             return
         self._signal = signal if self._signal is None else SIGNAL_MEMORY * self._signal + (1 - SIGNAL_MEMORY) * signal
-        if self._direction is None:
+        if not products:
             return
-        along, length = torch.stack(
-            [_dot(gradient, self._direction), _dot(self._direction, self._direction).sqrt()]
-        ).tolist()
+        along, length = products
         noise = math.sqrt(noise_power / sum(part.numel() for part in gradient))
         scale = max(math.sqrt(max(self._signal, 0.0)), DOUBT * noise) * length
         agreement = max(-1.0, min(1.0, along / scale)) if scale > 0 and math.isfinite(along) else 0.0

@@ -125,14 +125,14 @@ def release(state: StepState, raw: RawSums, query: Query, rule: StepRule, source
     divisor = rule.batch_size * scale
     noisy = noise.release(raw.gradient, rule.noise.gradient, source, divisor=divisor, dtypes=rule.dtypes)
     counts = None if raw.counts is None else noise.release(raw.counts, rule.noise.counts, source)
-    answered = answer(noisy, counts, raw, query, rule.batch_size)
-    question = (state.threshold, state.step, answered)
+    answered = answer(noisy, counts, raw, query, dims=rule.dims, batch_size=rule.batch_size)
+    updated = rule.threshold.update(state.threshold, state.step, answered)
     return StepRelease(
         {str(key.owner): noisy.tensors[key] for key in rule.members},
         raw.clip_norms,
         answered.noise_power,
-        rule.threshold.unclipped(*question),
-        rule.threshold.clipped_length(*question),
+        rule.threshold.unclipped(state.threshold, state.step, answered),
+        rule.threshold.clipped_length(updated),
         scale,
-        StepState(state.step + 1, rule.threshold.update(*question)),
+        StepState(state.step + 1, updated),
     )

@@ -124,7 +124,7 @@ def follow(
         rng: Generator of norms and noise.
     """
     B = setting.batch_size
-    split = accounting.split(setting.noise_multiplier, threshold.noise_share)
+    split = accounting.split(setting.noise_multiplier, threshold.share(setting.conditions(len(path))))
     state, taus = threshold.start(runs), np.empty((len(path), runs))
     for step, place in enumerate(path):
         # Raw norms come as one array: then all runs have batches of one size.
