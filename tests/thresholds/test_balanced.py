@@ -38,8 +38,8 @@ LAWS = {
 LOG_NORMAL = LAWS["log-normal"]
 
 
-def weight(noise_power):
-    return 0.1 + 0.9 * noise_power / (noise_power + 0.1)
+def weighted(noise_power):
+    return min(noise_power * (0.1 + 0.9 * noise_power / (noise_power + 0.1)), 0.3)
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Setting:
 
     @property
     def weighted_power(self):
-        """As the class documents it: weighted by the noise itself, not below the noise on a fraction, at most 1."""
+        """As the class documents it: weighted by the noise itself, not below the noise on a fraction, at most 0.3."""
         fraction_noise = self.split.counts * math.sqrt(20) / 2 / self.batch_size
-        return min(max(weight(self.noise_power) * self.noise_power, fraction_noise**2, 1e-5), 1.0)
+        return max(weighted(self.noise_power), min(fraction_noise**2, 0.3), 1e-5)
 
 
 USUAL, LITTLE_NOISE, MUCH_NOISE = Setting(256, 1.0, 10_000), Setting(1024, 1.0, 2000), Setting(256, 4.0, 10_000)
@@ -144,7 +144,7 @@ def test_it_finds_the_minimum_of_its_objective_from_both_sides(law, setting):
 def test_without_sampling_and_noise_on_the_counts_it_stands_at_the_minimum(law, noise_power):
     """What is left are straight lines between the radii, and the tail beyond the last one."""
     found = settled(law, noise_power=noise_power)
-    assert found == pytest.approx(best(law, weight(noise_power) * noise_power), rel=0.12)
+    assert found == pytest.approx(best(law, weighted(noise_power)), rel=0.12)
 
 
 def test_more_noise_lowers_it():
@@ -196,18 +196,18 @@ def test_the_noise_of_the_whole_sum_is_removed_as_far_as_it_is_noise(std):
     assert np.mean(told) == pytest.approx(1, abs=5 * np.std(told) / math.sqrt(runs))
 
 
-def test_where_all_is_noise_it_stays_at_half_of_the_mean_norm():
+def test_where_all_is_noise_it_stays_at_three_quarters_of_the_mean_norm():
     for law in (LAWS["narrow log-normal"], stats.lognorm(0.01)):
-        assert settled(law, noise_power=1e4) == pytest.approx(0.5 * mean_excess(law)[0], rel=0.06)
+        assert settled(law, noise_power=1e4) == pytest.approx(0.77 * mean_excess(law)[0], rel=0.06)
         assert settled(law, 1000, noise_power=1e4) == pytest.approx(settled(law, noise_power=1e4), rel=1e-3)
-    # The noise on a fraction is the whole batch: log tau has a standard deviation of 0.3 around log 0.29 of the mean,
-    # and the mean of 8 runs one of 0.05. In 60 runs tau was between 0.1 and 1.1 of the mean.
+    # The noise on a fraction is the whole batch: log tau has a standard deviation of 0.3 around log 0.5 of the mean,
+    # and the mean of 8 runs one of 0.08. In 64 runs tau was between 0.24 and 2.7 of the mean.
     setting = Setting(64, 4.0, 10**7)
     assert setting.noise_power > 1e4
     taus = simulate(LOG_NORMAL, setting, [1.0] * 8, 400)[100:] / mean_excess(LOG_NORMAL)[0]
-    assert 0.2 < np.exp(np.log(taus).mean()) < 0.6
-    assert taus.min() > 0.05
-    assert taus.max() < 3
+    assert 0.35 < np.exp(np.log(taus).mean()) < 0.75
+    assert taus.min() > 0.1
+    assert taus.max() < 5
 
 
 def test_norms_that_drift_are_followed():

@@ -14,8 +14,9 @@ from qclip.thresholds import BalancedThreshold, PrivateQuantile
 from qclip.training.auto_step_size import AutoStepSize
 from qclip.training.make import make_private
 
-DIM, STEPS = 50, 200
-CURVATURES = torch.logspace(0, -1.5, DIM)
+DIM, CURVED, STEPS = 2000, 50, 200
+CURVATURES = torch.cat([torch.logspace(0, -1.5, CURVED), torch.zeros(DIM - CURVED)])
+"""As of a network: most directions are flat, and most of the noise is there."""
 
 
 def noises(noise_power, seed):
@@ -27,16 +28,22 @@ def loss_at(x):
     return (CURVATURES * x.square()).sum(-1) / 2
 
 
-START = torch.full((DIM,), 0.3)
+START = torch.cat([torch.ones(CURVED), torch.zeros(DIM - CURVED)])
+
+
+def clipped_gradient(x, scale):
+    """The gradient times ``scale``, in units of the clip norm: no longer than 1."""
+    gradient = scale * CURVATURES * x
+    return gradient / gradient.norm(dim=-1, keepdim=True).clamp(min=1)
 
 
 def descend(scale, noise_power, *, momentum=0.0, seed=0):
-    """Descend ``x' H x / 2`` by noisy gradients times ``scale``: the loss at the end, and the rate of each step."""
+    """Descend ``x' H x / 2`` by noisy clipped gradients: the loss at the end, and the rate of each step."""
     x = START.clone()
     optimizer = torch.optim.SGD([x], momentum=momentum)
     auto, rates = AutoStepSize(STEPS, momentum), []
     for step, noise in enumerate(noises(noise_power, seed)):
-        x.grad = scale * CURVATURES * x + noise
+        x.grad = clipped_gradient(x, scale) + noise
         rates.append(auto.next_rate(step, [x.grad], [x], noise_power))
         optimizer.param_groups[0]["lr"] = rates[-1]
         optimizer.step()
@@ -49,43 +56,49 @@ def best_fixed(scale, noise_power, momentum):
     x, velocity = START.expand(3, len(rates), DIM), torch.zeros(())
     noise = torch.stack([noises(noise_power, seed) for seed in range(3)])
     for step in range(STEPS):
-        velocity = momentum * velocity + scale * CURVATURES * x + noise[:, step, None]
+        velocity = momentum * velocity + clipped_gradient(x, scale) + noise[:, step, None]
         x = x - rates[:, None] * min(1.0, (STEPS - step) / (STEPS / 2)) * velocity
     losses = loss_at(x).mean(0).nan_to_num(math.inf, math.inf)
     return rates[losses.argmin()].item(), losses.min().item()
 
 
-@pytest.mark.parametrize("noise_power", [0.01, 0.3])
-@pytest.mark.parametrize(("scale", "momentum"), [(0.1, 0.0), (1.0, 0.0), (10.0, 0.0), (0.1, 0.9), (1.0, 0.9)], ids=str)
-def test_on_a_quadratic_it_ends_near_the_best_fixed_rate(scale, momentum, noise_power):
-    """Whatever the scale of the gradient: the best rates range over a factor of 60."""
+@pytest.mark.parametrize("noise_power", [0.01, 0.3, 3.0])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize(("scale", "most_rate", "most_loss"), [(0.1, 6, 2), (1.0, 6, 2), (10.0, 18, 7)])
+def test_on_a_quadratic_it_ends_near_the_best_fixed_rate(scale, most_rate, most_loss, momentum, noise_power):
+    """Whatever the scale of the gradient: the best rates range over a factor of 64.
+
+    Over 24 seeds the rates were 0.5 to 4.1 times the best, and the mean losses of three runs 0.75 to 1.5 times. At the
+    scale of 10, where gradients are clipped for half of the run, the rates were up to 12.7 times the best, and the
+    losses 5.6 times.
+    """
     best, loss = best_fixed(scale, noise_power, momentum)
     runs = [descend(scale, noise_power, momentum=momentum, seed=seed) for seed in range(3)]
-    # Over 24 seeds the rates were 0.29 to 4.8 times the best, and the mean losses of three runs 0.7 to 2.3 times.
     for _, rates in runs:
-        assert best / 5 < rates[STEPS // 2 - 1] < 7 * best
-    assert sum(loss for loss, _ in runs) / 3 < 3 * loss
+        assert best / 4 < rates[STEPS // 2 - 1] < most_rate * best
+    assert sum(loss for loss, _ in runs) / 3 < most_loss * loss
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
-def test_without_noise_it_stays_below_the_rate_that_diverges(scale, momentum):
+def test_without_noise_it_converges(scale, momentum):
+    """A rate at which the gradient turns round at every step is clipped, and the decay makes it stable."""
     loss, rates = descend(scale, 0.0, momentum=momentum)
-    largest = 2 * (1 + momentum) / scale  # stable up to here, with the largest curvature 1
-    assert largest / 100 < rates[STEPS // 2 - 1] < largest
+    assert rates[STEPS // 2 - 1] < 10
     assert loss < 1e-4 * loss_at(START)
 
 
 class Reference:
     """The equations of the class, one number at a time, in float64."""
 
-    def __init__(self, momentum=0.0):
-        self.rate, self.m, self.v, self.before, self.momentum = 0.0, None, None, None, momentum
+    def __init__(self, num_steps, momentum=0.0):
+        self.rate, self.m, self.v, self.before = 0.0, None, None, None
+        self.num_steps, self.momentum = num_steps, momentum
 
     def next_rate(self, step, u, x, noise_power):
         u, x = u.double(), x.double()
         if step == 0:
-            self.rate = (1 - self.momentum) / math.sqrt(1 + noise_power)
+            self.rate = (1 - self.momentum) * min(3.0, 40 / math.sqrt(self.num_steps * (1 + noise_power)))
         else:
             taken = (self.before - x) / self.rate
             self.m = taken if self.m is None else 0.98 * self.m + 0.02 * taken
@@ -94,7 +107,7 @@ class Reference:
         if self.m is not None:
             doubt = 2 * math.sqrt(noise_power / len(u))
             c = (u @ self.m).item() / (max(math.sqrt(max(self.v, 0)), doubt) * self.m.norm().item())
-            self.rate *= math.exp(0.1 * (1 + 3 * math.exp(-step / 10)) * max(-1, min(1, c)))
+            self.rate *= math.exp(0.1 * max(-1, min(1, c)))
         self.before = x.clone()
         return self.rate
 
@@ -102,17 +115,17 @@ class Reference:
 @pytest.mark.parametrize(
     "settings", [{}, {"momentum": 0.9}, {"weight_decay": 0.5}, {"momentum": 0.9, "nesterov": True}]
 )
-@pytest.mark.parametrize("noise_power", [0.0, 0.01, 3.0])
-def test_it_follows_its_equations(settings, noise_power):
+@pytest.mark.parametrize(("num_steps", "noise_power"), [(100, 0.0), (1000, 0.01), (100, 3.0), (10_000, 3.0)])
+def test_it_follows_its_equations(settings, num_steps, noise_power):
     """The direction is that of the parameters, so that momentum and weight decay are part of it."""
     momentum = settings.get("momentum", 0.0)
-    auto, twin = AutoStepSize(100, momentum), Reference(momentum)
+    auto, twin = AutoStepSize(num_steps, momentum), Reference(num_steps, momentum)
     generator = torch.Generator().manual_seed(0)
-    x = torch.full((DIM,), 0.3)
+    x = START.clone()
     optimizer = torch.optim.SGD([x], **settings)
     for step in range(50):
         x.grad = CURVATURES * x + math.sqrt(noise_power / DIM) * torch.randn(DIM, generator=generator)
-        pieces = [t.split([20, 1, 29]) for t in (x.grad, x)]
+        pieces = [t.split([20, 1, DIM - 21]) for t in (x.grad, x)]
         rate = auto.next_rate(step, *pieces, noise_power)
         assert rate == pytest.approx(twin.next_rate(step, x.grad, x, noise_power), rel=1e-3)
         optimizer.param_groups[0]["lr"] = rate
@@ -206,19 +219,19 @@ def rates(training):
 
 @pytest.mark.parametrize(
     ("threshold", "groups"),
-    [(BalancedThreshold(), "flat"), (BalancedThreshold(), "per-layer"), (PrivateQuantile(0.7), "per-layer")],
+    [(BalancedThreshold(), "flat"), (BalancedThreshold(), "per-layer"), (PrivateQuantile(0.9), "per-layer")],
     ids=["flat", "per layer", "quantiles"],
 )
 def test_a_private_run_learns_with_it(threshold, groups):
-    """The first rate is 1 / sqrt(1 + S), S the power of the noise on the rescaled gradient."""
-    network, training = made(steps=60, threshold=threshold, groups=groups, noise_multiplier=0.5)
+    """The first rate is 40 / sqrt(T (1 + S)), S the power of the noise on the rescaled gradient."""
+    network, training = made(steps=300, threshold=threshold, groups=groups, noise_multiplier=0.5)
     trained(training)
     x, y = data().tensors
     assert (network(x).argmax(1) == y).float().mean() > 0.75  # a guess has 0.5
     first = training.history[0]
     power = sum(s * tau**2 for s, tau in zip(first.noise_power, first.tau, strict=True)) / math.hypot(*first.tau) ** 2
-    assert rates(training)[0] == pytest.approx(1 / math.sqrt(1 + power))
-    assert rates(training)[-1] == pytest.approx(rates(training)[29] / 30)
+    assert rates(training)[0] == pytest.approx(40 / math.sqrt(300 * (1 + power)))
+    assert rates(training)[-1] == pytest.approx(rates(training)[149] / 150)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -281,8 +294,8 @@ def test_an_ordinary_loop_finds_the_same_rates():
 def test_it_works_without_noise(sampling):
     network, training = made(noise_multiplier=0.0, sampling=sampling, steps=60)
     trained(training)
-    assert rates(training)[0] == 1.0
-    assert max(rates(training)) > 1.5  # gradients agree at first
+    assert rates(training)[0] == 3.0  # of a short run
+    assert max(rates(training)) > 3.3  # gradients agree at first
     x, y = data().tensors
     assert (network(x).argmax(1) == y).float().mean() > 0.85
 

@@ -8,7 +8,7 @@ import torch
 
 from data.samples import real_data, write_encoder, write_sst2
 from qclip.apps.data import encoder, load
-from qclip.apps.data.sst2 import LENGTH
+from qclip.apps.data.sst2 import LENGTH, TRAINING_LENGTH
 from qclip.engine import clipped_gradients
 
 NAMES = ("sst2", "sst2-lora", "sst2-head")
@@ -25,11 +25,12 @@ def test_sentences_become_ids_of_a_fixed_length(tmp_path, subfolder):
     write_sst2(tmp_path / subfolder)
     task = load("sst2", data_dir=tmp_path)
     assert task.description == (
-        "24 phrases of up to 64 tokens, 8 sentences held out (dev.tsv), 2 classes; all weights of a pretrained encoder"
+        "24 phrases, cut to 32 tokens, 8 sentences held out (dev.tsv), 2 classes; all weights of a pretrained encoder"
     )
     ids, labels = task.train.tensors
-    assert ids.shape == (24, LENGTH)
-    assert ids[1].tolist() == [2, 4, 7, 6, 6, 3] + [0] * 58  # [CLS] a good film film [SEP]
+    assert ids.shape == (24, TRAINING_LENGTH)
+    assert task.held_out.tensors[0].shape == (8, LENGTH)
+    assert ids[1].tolist() == [2, 4, 7, 6, 6, 3] + [0] * 26  # [CLS] a good film film [SEP]
     assert labels.tolist() == [0, 1] * 12
 
 
@@ -154,7 +155,7 @@ def test_the_encoder_of_an_installed_package_is_found(tmp_path, monkeypatch):
     (package / "__init__.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setattr(encoder, "PACKAGE", package.name)
-    assert load("sst2", data_dir=tmp_path).train.tensors[0].shape == (24, LENGTH)
+    assert load("sst2", data_dir=tmp_path).train.tensors[0].shape == (24, TRAINING_LENGTH)
 
 
 @pytest.mark.parametrize(("name", "package"), [("sst2", "transformers"), ("sst2-lora", "peft")])

