@@ -264,6 +264,21 @@ def test_a_loss_divided_by_the_batch_behind_random_numbers():
         clipped_gradients(model, lambda o, t: squared(o, t) / len(t), x, targets, 1.0)
 
 
+def test_rounding_that_depends_on_the_batch_size():
+    """Kernels for other sizes round differently: here a near tie sends the gradient of every example another way."""
+
+    def forward(n, x):
+        rounding = torch.finfo(x.dtype).eps * (-1) ** len(x)
+        return n.two(torch.where(x[:, :1] + rounding > 0, n.one(x), n.one(2 * x)).tanh())
+
+    model, x, targets = Net(forward, **layers()), torch.randn(9, D), torch.randn(9)
+    x[:, 0] *= 1e-10  # less than float32 rounds by, more than float64 does
+    found = clipped_gradients(model, squared, x, targets, 0.5)
+    assert_same(found, oracle.clipped_gradients(model, squared, x, targets, 0.5), rtol=1e-4)
+    with pytest.raises(Refusal, match="depends on the batch size"):
+        clipped_gradients(model, lambda o, t: squared(o, t) / len(t), x, targets, 0.5)
+
+
 def test_mixing_in_the_backward_pass_alone():
     def forward(n, x):
         h = n.one(x).tanh()

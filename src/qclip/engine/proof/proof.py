@@ -58,6 +58,8 @@ class Subject:
     """A context with the model in evaluation mode."""
     enlarged: Callable[[Tensor], AbstractContextManager[list[bool]]]
     """A context with the model's inputs multiplied by factors [B]; its list is empty if no input was."""
+    in_float64: Callable[["Subject"], AbstractContextManager["Subject"]]
+    """A context with the same evaluation in float64."""
 
     def run(self, **options: Any) -> Repetition:
         """Run the evaluation again."""
@@ -295,7 +297,19 @@ def _require_any_size(subject: Subject, plans: SitePlans, device: torch.device) 
 
     Batches of other sizes run on other kernels, which round differently. Where that makes another element the largest
     of its pool, a gradient takes another path. So a few examples may differ; a division by the size changes them all.
+    If many do, float64 tells the one from the other: it hardly rounds.
     """
+    try:
+        return _same_at_another_size(subject, plans, device)
+    except Mixing as refusal:
+        try:
+            with subject.in_float64(subject) as precise:
+                return _same_at_another_size(precise, plans, device)
+        except (Refusal, torch.OutOfMemoryError) as error:
+            raise refusal from error
+
+
+def _same_at_another_size(subject: Subject, plans: SitePlans, device: torch.device) -> SitePlans:
     batch_size = subject.batch_size
     with SameDraws(batch_size, device) as first:
         usual = subject.trace(plans)

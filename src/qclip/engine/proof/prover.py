@@ -119,6 +119,7 @@ class Prover:
             perturbed=lambda: perturbed(engine.parameters.values(), constants),
             evaluation=lambda: in_evaluation(engine.model),
             enlarged=lambda factors: enlarged(engine.model, factors),
+            in_float64=self._in_float64,
         )
         unseen, reached = checks.unseen_parameters(run.losses, run.capture.sites, engine.parameters)
         plan = prove(run.capture, unseen, reached, subject)
@@ -142,8 +143,8 @@ class Prover:
             if not in_float64:
                 raise
             try:
-                with self._engine.in_precision(torch.float64):
-                    return self._add_up(plan, replace(subject, batch=_cast(subject.batch, torch.float64)))
+                with self._in_float64(subject) as precise:
+                    return self._add_up(plan, precise)
             except (Refusal, torch.OutOfMemoryError, *CALLS_FOR_REFUSAL) as error:
                 raise refusal from error
 
@@ -159,6 +160,11 @@ class Prover:
             parts = engine.collect(again, plan, is_counted, self._evaluate, batch)
             require_totals(parts, expected, again.capture.sites, engine.parameters)
         return again.capture.fingerprint
+
+    @contextmanager
+    def _in_float64(self, subject: Subject) -> Iterator[Subject]:
+        with self._engine.in_precision(torch.float64):
+            yield replace(subject, batch=_cast(subject.batch, torch.float64))
 
     def _require_separation_in_float32(self, plan: Plan, subject: Subject) -> None:
         """Prove what 16 bits cannot show, unless the model runs in 16 bits only, or float32 does not fit in memory."""
