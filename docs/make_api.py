@@ -22,7 +22,7 @@ HEAD = """# API
 
 The public names, each with its signature and the first paragraph of its docstring. `make api` writes this page.
 """
-OPTIONAL = ("integrations.transformers", "integrations.tensorboard")
+OPTIONAL = ("integrations.distributed", "integrations.transformers", "integrations.tensorboard")
 """Public modules for optional packages, which `qclip.__all__` leaves out."""
 
 wrap = runpy.run_path(str(DOCS / "wrap.py"))

@@ -1,9 +1,13 @@
 """What the light modules import (never torch or matplotlib), and what works without the command line's packages."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+import qclip
 
 WATCHED_IMPORT = """
 import sys
@@ -50,6 +54,7 @@ sys.modules.update(rich=None, tyro=None)
 """
 
 ONE_STEP = """
+import sys
 import torch
 import qclip
 model = torch.nn.Linear(3, 1)
@@ -60,7 +65,7 @@ training = qclip.make_private(
 )
 for batch in training.loader:
     training.step(*batch)
-print(len(training.history))
+print(len(training.history), "qclip.training.process_group" in sys.modules)  # not for one process
 """
 
 
@@ -71,7 +76,16 @@ def run_without_command_line(code):
 
 def test_training_does_not_need_the_packages_of_the_command_line():
     done = run_without_command_line(ONE_STEP)
-    assert (done.returncode, done.stdout.strip()) == (0, "2"), done.stderr
+    assert (done.returncode, done.stdout.strip()) == (0, "2 False"), done.stderr
+
+
+def test_one_module_imports_torch_distributed():
+    source = Path(qclip.__file__).parent
+    importing = re.compile(
+        r"^\s*(import torch\.distributed|from torch\.distributed|from torch import distributed)", re.M
+    )
+    found = [path for path in source.rglob("*.py") if importing.search(path.read_text(encoding="utf-8"))]
+    assert [path.relative_to(source).as_posix() for path in found] == ["training/process_group.py"]
 
 
 def test_the_command_says_in_one_sentence_what_to_install():

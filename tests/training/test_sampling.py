@@ -17,6 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from qclip.training import sampling
 from qclip.training.dataset import dataset_size
 from qclip.training.loader import Ticket, TicketLoader, Tickets, cut
 from qclip.training.plan import TrainingPlan
@@ -39,7 +40,9 @@ def loader(source, *, drawn=None, physical_batch_size=None, steps=range(5)):
     return TicketLoader(source, drawn or sampler(), plan, done=done, physical_batch_size=physical_batch_size)
 
 
-def test_examples_join_independently_with_the_stated_probability():
+@pytest.mark.parametrize("many", [N + 1, N], ids=["example by example", "number first"])
+def test_examples_join_independently_with_the_stated_probability(many, monkeypatch):
+    monkeypatch.setattr(sampling, "_MANY", many)
     steps = 4000
     joined = np.zeros((steps, N))
     for step in range(steps):
@@ -57,6 +60,16 @@ def test_examples_join_independently_with_the_stated_probability():
     usual = expected > 20
     statistic = ((sizes - expected)[usual] ** 2 / expected[usual]).sum()
     assert stats.chi2.sf(statistic, usual.sum()) > 1e-5
+
+
+def test_a_draw_of_a_hundred_million_costs_what_it_draws():
+    drawn = PoissonSampler(10**8, 1e-5, np.random.SeedSequence(0)).draw(0)  # 800 MB if it cost a number per example
+    assert (np.diff(drawn) > 0).all()
+    assert drawn.min() >= 0
+    assert drawn.max() < 10**8
+    assert abs(len(drawn) - 1000) < 6 * math.sqrt(1000)
+    quarters = np.bincount(drawn // (10**8 // 4), minlength=4)
+    assert stats.chisquare(quarters).pvalue > 1e-5
 
 
 @pytest.mark.parametrize("physical_batch_size", [None, 3])

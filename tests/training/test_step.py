@@ -141,7 +141,8 @@ def test_ranks_meet_in_reduce(threshold):
         return raw
 
     def add(raw):
-        return raw + theirs.pop(0)
+        raw += theirs.pop(0)
+        return raw
 
     step(model, the_rule, [others], reduce=keep)
     reduced = step(model, the_rule, [mine], reduce=add)

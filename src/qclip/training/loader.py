@@ -1,5 +1,6 @@
 """The loader: physical batches of the data, drawn for each step, each with a ticket."""
 
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -18,6 +19,7 @@ from qclip.engine.batch import tensor_leaves, to_device_async
 from qclip.engine.randomness import RandomState, seed_all
 from qclip.training.dataset import dataset_of, dataset_size, reads_lists
 from qclip.training.plan import TrainingPlan
+from qclip.training.ranks import Ranks
 from qclip.training.sampling import Sampler, generator_at
 
 
@@ -45,25 +47,28 @@ class Ticket:
         return torch.arange(self.num_slots, device=device) < self.num_examples
 
 
-def cut(indices: NDArray[np.intp], step: int, physical_batch_size: int | None) -> Iterator[tuple[list[int], Ticket]]:
+def cut(
+    indices: NDArray[np.intp], step: int, physical_batch_size: int | None, largest: int | None = None
+) -> Iterator[tuple[list[int], Ticket]]:
     """Cut a logical batch into physical batches.
 
     Args:
-        indices: The examples of the step; an empty draw becomes example 0, which does not count.
+        indices: The examples of the step; an empty batch becomes example 0, which does not count.
         step: The number of the logical step.
         physical_batch_size: The most examples of a physical batch; None for all of the step.
+        largest: The most examples that any rank has in this step: all ranks yield as many physical batches. By default
+            those of this one.
 
     Yields:
         The indices of each physical batch, and its ticket.
     """
-    if indices.size == 0:
-        yield [0], Ticket(step, position=0, num_examples=0, last=True, indices=(0,))
-        return
-    size = physical_batch_size or indices.size
-    starts = range(0, indices.size, size)
+    most = max(1, indices.size if largest is None else largest)
+    size = physical_batch_size or most
+    starts = range(0, most, size)
     for position, start in enumerate(starts):
         piece = indices[start : start + size].tolist()
-        yield piece, Ticket(step, position, len(piece), last=start == starts[-1], indices=tuple(piece))
+        slots = piece or [0]
+        yield slots, Ticket(step, position, len(piece), last=start == starts[-1], indices=tuple(slots))
 
 
 class Tickets:
@@ -174,6 +179,7 @@ class TicketLoader:
         done: The records of the steps done; only their number is read.
         physical_batch_size: The most examples of a physical batch; None for all of a step.
         rows_per_example: The number of rows of an example.
+        ranks: The processes that share each step.
     """
 
     def __init__(
@@ -185,6 +191,7 @@ class TicketLoader:
         done: Sized,
         physical_batch_size: int | None,
         rows_per_example: int = 1,
+        ranks: Ranks | None = None,
     ) -> None:
         self.sampler = sampler
         self.tickets = Tickets(rows_per_example)
@@ -196,7 +203,7 @@ class TicketLoader:
         self._pass: object = None
         self._workers = torch.Generator()
         in_workers = isinstance(source, DataLoader) and source.num_workers > 0
-        self._draws = _Draws(sampler, physical_batch_size, seeded=in_workers)
+        self._draws = _Draws(sampler, physical_batch_size, seeded=in_workers, ranks=ranks or Ranks())
         self._batches = _data_loader(source, self._draws, self._workers)
 
     def __iter__(self) -> Iterator[Any]:
@@ -305,8 +312,9 @@ class _Draws:
     A DataLoader reads ahead of what it yields; the tickets wait in a queue until then.
     """
 
-    def __init__(self, sampler: Sampler, physical_batch_size: int | None, *, seeded: bool) -> None:
+    def __init__(self, sampler: Sampler, physical_batch_size: int | None, *, seeded: bool, ranks: Ranks) -> None:
         self.sampler = sampler
+        self._ranks = ranks
         self._physical_batch_size = physical_batch_size
         self._seeded = seeded
         self._steps = range(0)
@@ -320,19 +328,19 @@ class _Draws:
     def __iter__(self) -> Iterator[Sequence[int | Request]]:
         queue = self._queue
         for step in self._steps:
-            drawn_indices = self.sampler.draw(step)
-            seeds = iter(self._seeds(step, len(drawn_indices)))
-            for indices, ticket in cut(drawn_indices, step, self._physical_batch_size):
+            drawn, ranks = self.sampler.draw(step), self._ranks
+            seeds = itertools.chain(self._seeds(step, len(drawn)), itertools.repeat(0))  # 0: an example without weight
+            largest = ranks.largest_share(len(drawn))
+            for indices, ticket in cut(ranks.share(drawn), step, self._physical_batch_size, largest):
                 queue.append(ticket)
                 yield [Request(index, next(seeds)) for index in indices] if self._seeded else indices
 
     def _seeds(self, step: int, num_examples: int) -> list[int]:
-        """Return a seed for each example of the step, in order: independent of how the step is cut."""
-        return (
-            generator_at(self.sampler.seed, step, 1).integers(2**63, size=max(1, num_examples)).tolist()
-            if self._seeded
-            else []
-        )
+        """Return a seed for each example of this rank, in order: independent of how the step is cut and shared."""
+        if not self._seeded:
+            return []
+        seeds = generator_at(self.sampler.seed, step, 1).integers(2**63, size=max(1, num_examples))
+        return self._ranks.share(seeds).tolist()
 
 
 def _data_loader(

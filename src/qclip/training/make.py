@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -25,6 +26,7 @@ from qclip.training.history import remember, warn_of_earlier
 from qclip.training.losses import PerExample, per_example
 from qclip.training.plan import Sampling, plan_training
 from qclip.training.progress import working
+from qclip.training.ranks import Ranks
 from qclip.training.rows import mean_over_rows
 from qclip.training.run import PrivateTraining
 from qclip.training.sampling import fixed_size
@@ -54,6 +56,7 @@ def make_private(
     physical_batch_size: int | None = None,
     compile: bool | str = False,
     data_independent_buffers: Sequence[str] = (),
+    distributed: Any = None,
     seed: int | None = None,
     normalize: bool | None = None,
     data_independent: Sequence[str] | None = None,
@@ -125,6 +128,10 @@ def make_private(
         data_independent_buffers: Patterns of buffers that a forward pass may change because their values do not
             depend on the data, such as the power iteration of a spectral norm. Running statistics of torch's own
             layers are refused all the same.
+        distributed: On which processes to train. By default, on all ranks of torch.distributed's default group where
+            one is initialised, with any backend: the run is the run of a single process, up to rounding. Call
+            `make_private` with the same arguments on all ranks; each processes its share of every logical batch, and
+            ``physical_batch_size`` is per rank. False for a run of this process alone; a process group for its members.
         seed: The seed of sampling and noise. Leave it out except in tests: whoever knows it can subtract the noise.
         normalize: The old name of ``rescale_to_unit_norm``, accepted until 1.0.
         data_independent: The old name of ``data_independent_buffers``, accepted until 1.0.
@@ -153,6 +160,8 @@ def make_private(
     if data_independent is not None:
         data_independent_buffers = renamed("data_independent", data_independent, "data_independent_buffers")
     criterion = loss if loss is not None else per_example_loss
+    if isinstance(model, nn.parallel.DistributedDataParallel) and distributed is not False:
+        model = model.module  # its raw gradients are never computed, so it has nothing to synchronise
     engine = Engine(
         model,
         criterion=criterion if isinstance(criterion, nn.Module) and criterion is not model else None,
@@ -163,6 +172,7 @@ def make_private(
         check.choice("compile", compile, MODES)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     _check_optimizers(optimizers, engine)
+    ranks = _ranks(distributed, engine)
     _check_choices(loss, per_example_loss, threshold, physical_batch_size)
     num_examples = examples_in(dataset)
     if noise_multiplier != 0:
@@ -182,8 +192,13 @@ def make_private(
         sampling=sampling,
         private=threshold.private,
     )
+    if ranks.size > 1 and not threshold.private:
+        remedy = "take a private one, such as qclip.PrivateQuantile, also without noise; or pass distributed=False"
+        raise check.refuse(
+            "threshold", type(threshold).__name__, f"one without raw norms on {ranks.size} ranks", remedy
+        )
     if compile and physical_batch_size is None and threshold.raw_access != "batch":
-        physical_batch_size = fixed_size(plan.sampling, plan.dataset_size, plan.batch_size)
+        physical_batch_size = fixed_size(plan.sampling, plan.dataset_size, ranks.largest_share(plan.batch_size))
     rate: Schedule | float | AutoStepSize | None
     if isinstance(step_size, str):
         check.choice("step_size", step_size, ("auto",))
@@ -206,9 +221,22 @@ def make_private(
         physical_batch_size=physical_batch_size,
         compiled=Compiled(engine, compile, slots=physical_batch_size, announce=working) if compile else None,
         seed=seed,
+        ranks=ranks,
     )
     remember(engine.model, training.history)
     return training
+
+
+def _ranks(distributed: Any, engine: Engine) -> Ranks:
+    """Return the processes that share the run; torch.distributed is not imported for a single one."""
+    if distributed is False or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if distributed is None or distributed is False:
+            return Ranks()
+        remedy = "call torch.distributed.init_process_group first, as torchrun's scripts do"
+        raise check.refuse("distributed", distributed, "left out without an initialised process group", remedy)
+    from qclip.training.process_group import ranks_of
+
+    return ranks_of(distributed, engine.device)
 
 
 def _check_choices(

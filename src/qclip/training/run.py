@@ -36,9 +36,10 @@ from qclip.training.losses import PrivateLoss, stale_loss
 from qclip.training.lost_threshold import WINDOW, LostThreshold, explain, lost_groups
 from qclip.training.noise import NoiseSource, group_dims
 from qclip.training.plan import TrainingPlan
+from qclip.training.ranks import LostRank, Ranks, checksums, seed_sequence
 from qclip.training.sampling import sampler
 from qclip.training.step import StepRelease, StepRule, StepState, ask, release
-from qclip.training.sums import Key, LogicalStep
+from qclip.training.sums import Key, LogicalStep, RawSums
 
 
 class PrivateTraining:
@@ -63,10 +64,11 @@ class PrivateTraining:
         physical_batch_size: int | None,
         compiled: Compiled | None,
         seed: int | None,
+        ranks: Ranks,
     ) -> None:
         self.updated = False
         """Whether the last call completed a logical step: the time to step schedulers and parameter averages."""
-        self._engine, self._optimizers, self._plan = engine, tuple(optimizers), plan
+        self._engine, self._optimizers, self._plan, self._ranks = engine, tuple(optimizers), plan, ranks
         self._evaluation, self._step_size, self._physical_batch_size = evaluation, step_size, physical_batch_size
         self._is_compiled, members = compiled is not None, engine.groups.members
         dims = group_dims(engine.parameters, members, len(engine.groups))
@@ -97,7 +99,7 @@ class PrivateTraining:
         )
         """Epsilon as a function of steps done: `epsilon` on a grid, rounded up, for progress and records."""
 
-        sampling_seed, noise_seed = np.random.SeedSequence(seed).spawn(2)
+        sampling_seed, noise_seed = seed_sequence(seed, ranks).spawn(2)
         self._noise = NoiseSource(noise_seed)
         self.loader = TicketLoader(
             source,
@@ -106,11 +108,17 @@ class PrivateTraining:
             done=self._history,
             physical_batch_size=physical_batch_size,
             rows_per_example=evaluation.rows_per_example,
+            ranks=ranks,
         )
-        """The physical batches of the data: one pass is one epoch, or the whole plan if it was given in steps."""
+        """The physical batches of the data: one pass is one epoch, or the whole plan if it was given in steps.
+
+        On several ranks, those of this rank; all ranks have equally many.
+        """
         fetch_proof = FetchProof(Fetch.of(source), engine, self.loader.num_examples)
         self._clipper = Clipper(engine, compiled, evaluation, fetch_proof)
         self._data = DataFingerprint(dataset_of(source))
+        if ranks.size > 1:
+            ranks.require_same(self._facts(seed))
         if evaluation.criterion is not None:
             engine.watch(self._slots_of_next_batch)
 
@@ -278,22 +286,26 @@ class PrivateTraining:
         if secrets is None:
             return
         self.loader.reseed(checkpoint.seed_of(secrets["sampling"]))
-        if secrets["noise"].get("kind") == self._engine.device.type:
+        if self._repeats_steps and secrets["noise"].get("kind") == self._engine.device.type:
             self._noise.load_state_dict(secrets["noise"])
         else:
             # Another kind of device rounds differently, so the steps would not repeat those of the saved run; and
             # noise that is added to two different sums can be subtracted. So draw fresh noise, whatever the seed.
-            self._noise = NoiseSource()
+            self._noise = NoiseSource(seed_sequence(None, self._ranks))
         if secrets["random"] is not None:
             RandomState.from_state_dict(secrets["random"]).restore()
 
     def save(self, path: str | os.PathLike[str], **others: Any) -> None:
         """Write a checkpoint of the run, its model, its optimizers, and other objects with a ``state_dict``, by name.
 
-        The file is replaced atomically, and only its owner can read it. It holds the secrets of `state_dict`.
+        The file is replaced atomically, and only its owner can read it. It holds the secrets of `state_dict`. Of
+        several ranks, rank 0 writes it; any number of ranks can resume from it.
         """
+        state = self.state_dict()
+        if self._ranks.rank > 0:
+            return
         content = {
-            "training": self.state_dict(),
+            "training": state,
             "model": self._engine.model.state_dict(),
             "optimizers": checkpoint.optimizer_states(self._optimizers),
             "others": {name: other.state_dict() for name, other in self._foreign(others).items()},
@@ -333,8 +345,32 @@ class PrivateTraining:
         return {
             "sampling": checkpoint.seed_state(seed),
             "data": self._data.under(seed),
-            "noise": {"kind": self._engine.device.type, **self._noise.state_dict()},
+            "noise": {
+                "kind": self._engine.device.type if self._repeats_steps else "unrepeatable",
+                **self._noise.state_dict(),
+            },
             "random": None if random_state is None else random_state.state_dict(),
+        }
+
+    @property
+    def _repeats_steps(self) -> bool:
+        """Whether a resumed run repeats the sums of the steps since the checkpoint.
+
+        Not if the model draws random numbers on several ranks: each rank draws its own, and a checkpoint has those of
+        one rank.
+        """
+        return not (self._engine.draws and self._ranks.size > 1)
+
+    def _facts(self, seed: int | None) -> dict[str, Any]:
+        """Return what must be the same on all ranks, by name."""
+        tensors = {**dict(self._engine.model.named_parameters()), **dict(self._engine.model.named_buffers())}
+        return {
+            "torch": torch.__version__,
+            "seed": seed,
+            "dataset": (self.loader.num_examples, self._data.under(self.loader.sampler.seed)),
+            **self._identity(),
+            **self._execution(),
+            **{f"checksum of {name!r}": value for name, value in checksums(tensors).items()},
         }
 
     def _identity(self) -> dict[str, Any]:
@@ -409,11 +445,16 @@ class PrivateTraining:
         self._guard.clear()
         raw = logical.add(gradients, ticket.num_examples, last=ticket.last)
         if ticket.last:
-            if raw.hopeless:
+            total = raw.reduced(self._add_up)
+            if total.hopeless:
                 self._refuse_hopeless()
-            self._apply(release(self._state, raw.reduced(), logical.query, self._rule, self._noise))
+            self._apply(release(self._state, total, logical.query, self._rule, self._noise))
             self._logical = None
             self.updated = True
+
+    def _add_up(self, raw: RawSums) -> RawSums:
+        """Return the sums over all ranks."""
+        return self._ranks.add_up(raw, len(self._records), self._records[-1:])
 
     def _apply(self, released: StepRelease) -> None:
         """Record a release, and write its gradient for the optimizers."""
@@ -445,7 +486,8 @@ class PrivateTraining:
         noise_power = sum(power * (tau / released.scale) ** 2 for power, tau in powers)
         parameters = self._engine.parameters
         gradient = [released.noisy_gradient[name] for name in parameters]
-        return self._step_size.next_rate(step, gradient, list(parameters.values()), noise_power)
+        rate = self._step_size.next_rate(step, gradient, list(parameters.values()), noise_power)
+        return self._ranks.first(rate)  # with other numbers of threads, ranks round inner products differently
 
     def _warn_if_lost(self, stacklevel: int) -> None:
         """Warn once per run, after the step: a warning that is turned into an error loses no step."""
@@ -478,9 +520,11 @@ class PrivateTraining:
         try:
             with self._engine.unwatched():
                 yield
-        except BaseException:
+        except BaseException as error:
             self._logical = None
             self.loader.abandon()
+            if not isinstance(error, LostRank):
+                self._ranks.tell_failure(len(self._records))
             raise
 
 

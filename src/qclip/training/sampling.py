@@ -8,6 +8,8 @@ import numpy as np
 import scipy.stats
 from numpy.typing import NDArray
 
+_MANY = 2**17
+"""From this many examples on, a Poisson draw costs as much as its examples, not as the data set."""
 _MOST_PADDED = 1.1
 """Padded physical batches hold fewer slots than this for each example, on average."""
 
@@ -40,6 +42,8 @@ class PoissonSampler:
     Edge cases:
         * The draw may be empty. The step then releases noise alone.
         * A rate of 1 draws every example at every step.
+        * Of a large data set the number of examples is drawn first, then which: the same distribution, without a
+          random number for every example.
 
     >>> sampler = PoissonSampler(10, 1.0, np.random.SeedSequence(0))
     >>> sampler.draw(step=0)
@@ -52,7 +56,11 @@ class PoissonSampler:
 
     def draw(self, step: int) -> NDArray[np.intp]:
         """Return the indices of the examples of this step, ascending; possibly none."""
-        return np.flatnonzero(generator_at(self.seed, step).random(self.dataset_size) < self.sample_rate)
+        generator = generator_at(self.seed, step)
+        if self.dataset_size < _MANY:
+            return np.flatnonzero(generator.random(self.dataset_size) < self.sample_rate)
+        number = generator.binomial(self.dataset_size, self.sample_rate)
+        return np.sort(generator.choice(self.dataset_size, number, replace=False, shuffle=False))
 
 
 @dataclass(frozen=True)

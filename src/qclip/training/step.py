@@ -24,7 +24,7 @@ from qclip.engine import ClippedGradients
 from qclip.thresholds import Threshold
 from qclip.training import noise
 from qclip.training.answer import answer
-from qclip.training.sums import BoundedSum, ClipNorms, Key, LogicalStep, Query, RawSums, alone
+from qclip.training.sums import ClipNorms, Key, LogicalStep, Query, RawSums
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def private_step(
     clip: Callable[[Any, ClipNorms], tuple[ClippedGradients, int]],
     rule: StepRule,
     source: noise.NoiseSource,
-    reduce: Callable[[BoundedSum], BoundedSum] = alone,
+    reduce: Callable[[RawSums], RawSums] | None = None,
 ) -> StepRelease:
     """Take one private step. `qclip.PrivateTraining` makes the same calls, one physical batch at a time.
 
@@ -88,7 +88,7 @@ def private_step(
         clip: Returns the clipped gradients of a physical batch at the given clip norms, and its number of examples.
         rule: The public constants of the run.
         source: The random numbers of the noise.
-        reduce: Adds up the sums of several ranks or clients. No other call combines them.
+        reduce: Adds up the sums of several ranks or clients; None for a single one. No other call combines them.
 
     Returns:
         The noisy gradient, the other released values, and the state for the next step.

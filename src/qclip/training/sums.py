@@ -118,11 +118,6 @@ def _recomputed(left: BoundedSum, right: BoundedSum) -> BoundedSum:
     return total
 
 
-def alone(raw: BoundedSum) -> BoundedSum:
-    """Return the sum unchanged: the ``reduce`` of a single process."""
-    return raw
-
-
 @dataclass(frozen=True)
 class NoisySum:
     """A released sum: public, at the cost that the accountant charges."""
@@ -186,13 +181,13 @@ class RawSums:
         """The clip norm of each group."""
         return self.gradient.group_bounds
 
-    def reduced(self, reduce: Callable[[BoundedSum], BoundedSum] = alone) -> "RawSums":
+    def reduced(self, reduce: "Callable[[RawSums], RawSums] | None" = None) -> "RawSums":
         """Return the sums over all ranks, resolved and ready for release."""
-        gradient = reduce(self.gradient.resolve())
+        own = replace(self, gradient=self.gradient.resolve())
+        total = own if reduce is None else reduce(own)
         # Noise is added to float32, as to the gradients of nearly every model.
-        tensors = {key: x.float() if key.kind == "slack" else x for key, x in gradient.tensors.items()}
-        counts = None if self.counts is None else reduce(self.counts)
-        return replace(self, gradient=replace(gradient, tensors=tensors), counts=counts)
+        tensors = {key: x.float() if key.kind == "slack" else x for key, x in total.gradient.tensors.items()}
+        return replace(total, gradient=replace(total.gradient, tensors=tensors))
 
 
 def raw_sums(clipped: ClippedGradients, num_examples: int, query: Query, *, keep: bool = True) -> RawSums:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import tyro
@@ -20,6 +21,7 @@ from qclip.apps.trainer.settings import Settings
 
 if TYPE_CHECKING:
     from qclip.apps.trainer.run import TrainerRun
+    from qclip.training.ranks import Ranks
     from qclip.training.run import PrivateTraining
 
 
@@ -28,7 +30,8 @@ class TrainCommand:
     """Train a model privately; without arguments, on scikit-learn's digits at epsilon = 3.
 
     Writes metrics.jsonl, summary.json, checkpoint.pt and report.html. Ctrl-C stops after the current step; --resume
-    continues from there as if the run had not been interrupted.
+    continues from there as if the run had not been interrupted. Under torchrun it trains on all processes:
+    torchrun --nproc-per-node 2 -m qclip train ...
     """
 
     settings: Settings = field(default_factory=Settings)
@@ -46,6 +49,16 @@ class TrainCommand:
             raise check.Refusal("--resume and --overwrite exclude each other; resume the run, or replace it")
         if self.resume and self.out is None:
             raise check.Refusal("--resume was given without --out; name the folder of the run to resume")
+        from qclip.apps.trainer.processes import launched
+
+        with launched(self.settings.device) as ranks:
+            if ranks.rank == 0:
+                return self._train(console, ranks)
+            with TemporaryDirectory() as nobodys:  # rank 0 has the screen and the folder
+                return self._train(Console(quiet=True), ranks, RunFolder(Path(nobodys)))
+
+    def _train(self, console: Console, ranks: "Ranks", other_folder: RunFolder | None = None) -> int:
+        """Train, and write to the folder of the run or to another one; the status is 130 after an interruption."""
         from qclip.apps.trainer.interrupt import Interrupt
         from qclip.apps.trainer.loop import train
         from qclip.apps.trainer.run import free_folder, resume, start
@@ -54,9 +67,11 @@ class TrainCommand:
         with console.status("loading the data, calibrating the noise"), _warnings_on(console):
             folder = RunFolder(self.out) if self.out is not None else free_folder(self.settings)
             if self.resume:
-                run = resume(self.settings, folder)
+                run = resume(self.settings, folder, ranks)
+                run.folder = other_folder or folder
             else:
-                run = start(self.settings, folder, overwrite=self.overwrite)
+                run = start(self.settings, other_folder or folder, overwrite=self.overwrite, ranks=ranks)
+        folder = run.folder
         _say_what(console, run)
         training, interrupt = run.training, Interrupt()
         epochs = training.num_steps // training.steps_per_epoch
@@ -69,7 +84,8 @@ class TrainCommand:
         if not done:
             _say_how_to_resume(console, folder)
             return 130
-        _say_result(console, run)
+        if ranks.rank == 0:
+            _say_result(console, run)
         return 0
 
 

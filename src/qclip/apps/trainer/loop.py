@@ -34,11 +34,11 @@ def train(run: TrainerRun, screen: Screen, interrupt: Interrupt) -> bool:
         Refusal: The run has diverged.
     """
     training, losses = run.training, RawLosses()
-    done = len(training.history)
+    done, stopped = len(training.history), False
     if done == 0:
         _save(run)
-    while done < training.num_steps and not interrupt.asked:
-        done = _rest_of_epoch(run, screen, interrupt, losses, done)
+    while done < training.num_steps and not stopped:
+        done, stopped = _rest_of_epoch(run, screen, interrupt, losses, done)
         if done % training.steps_per_epoch == 0:
             _score(run, screen, done)
         _save(run)
@@ -46,8 +46,14 @@ def train(run: TrainerRun, screen: Screen, interrupt: Interrupt) -> bool:
     return done == training.num_steps
 
 
-def _rest_of_epoch(run: TrainerRun, screen: Screen, interrupt: Interrupt, losses: "RawLosses", done: int) -> int:
-    """Train to the end of the epoch or to an interruption; return the number of steps done in all."""
+def _rest_of_epoch(
+    run: TrainerRun, screen: Screen, interrupt: Interrupt, losses: "RawLosses", done: int
+) -> tuple[int, bool]:
+    """Train to the end of the epoch or to an interruption of any process.
+
+    Returns:
+        The number of steps done in all, and whether to stop.
+    """
     training = run.training
     for batch in training.loader:
         losses.add(training.step(*batch), examples=len(batch[-1]))
@@ -62,9 +68,9 @@ def _rest_of_epoch(run: TrainerRun, screen: Screen, interrupt: Interrupt, losses
         line = _step_line(run, raw_loss)
         run.folder.append(line)
         screen.step(line, raw_loss)
-        if interrupt.asked:
-            break
-    return done
+        if run.ranks.any(interrupt.asked):
+            return done, True
+    return done, False
 
 
 class RawLosses:

@@ -20,6 +20,7 @@ from qclip.apps.run_folder import RunFolder
 from qclip.apps.trainer.settings import Settings, agreed, from_public
 from qclip.training.dataset import dataset_size
 from qclip.training.make import make_private
+from qclip.training.ranks import Ranks, seed_sequence
 from qclip.training.run import PrivateTraining
 
 QUANTILES: dict[str, Callable[[float], thresholds.Threshold[Any]]] = {
@@ -49,6 +50,8 @@ class TrainerRun:
     began: float = field(default_factory=monotonic)
     seeded: bool = False
     """Whether the run began with a given seed."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """The processes of the run."""
 
     @property
     def seconds(self) -> float:
@@ -56,13 +59,14 @@ class TrainerRun:
         return self.seconds_before + monotonic() - self.began
 
 
-def start(given: Settings, folder: RunFolder, *, overwrite: bool = False) -> TrainerRun:
+def start(given: Settings, folder: RunFolder, *, overwrite: bool = False, ranks: Ranks | None = None) -> TrainerRun:
     """Start a new run. The folder does not change before the whole run is set up.
 
     Args:
         given: The settings of the command line.
         folder: The folder to write to.
         overwrite: Whether to replace a run in the folder.
+        ranks: The processes of the run.
 
     Raises:
         Refusal: A setting is out of bounds, or the folder holds a run or cannot be written to.
@@ -77,19 +81,20 @@ def start(given: Settings, folder: RunFolder, *, overwrite: bool = False) -> Tra
     folder.refuse_unwritable()
     task = _load(given)
     settings = given.filled(asdict(task.defaults), dataset_size(task.train), _device(given.device))
-    run = _build(settings, task, folder)
+    run = _build(settings, task, folder, ranks or Ranks())
     folder.prepare()
     if overwrite:
         folder.clear()
     return run
 
 
-def resume(given: Settings, folder: RunFolder) -> TrainerRun:
+def resume(given: Settings, folder: RunFolder, ranks: Ranks | None = None) -> TrainerRun:
     """Resume the run of this folder at its checkpoint.
 
     Args:
         given: The settings of the command line; those left out stay as they were.
         folder: The folder of the run.
+        ranks: The processes of the run; any number, whatever it was before.
 
     Raises:
         Refusal: The run is finished, or settings or data contradict it.
@@ -108,7 +113,7 @@ def resume(given: Settings, folder: RunFolder) -> TrainerRun:
             f"the data have changed from {summary.description!r} to {task.description!r}; put back the data that the "
             "run began with"
         )
-    run = _build(settings, task, folder)
+    run = _build(settings, task, folder, ranks or Ranks())
     run.training.load(folder.checkpoint_file)
     folder.truncate(len(run.training.history))
     scores = folder.scores()
@@ -144,13 +149,13 @@ def _load(settings: Settings) -> Task:
     )
 
 
-def _build(settings: Settings, task: Task, folder: RunFolder) -> TrainerRun:
+def _build(settings: Settings, task: Task, folder: RunFolder, ranks: Ranks) -> TrainerRun:
     examples = dataset_size(task.train)
     assert settings.batch_size is not None
     if settings.batch_size > examples:
         remedy = "take a smaller batch, or more data"
         raise check.refuse("--batch-size", settings.batch_size, f"<= {examples}, the number of examples", remedy)
-    model = _fresh_model(task, settings.seed).to(_device(settings.device))
+    model = _fresh_model(task, seed_sequence(settings.seed, ranks)).to(_device(settings.device))
     _check_labels(task, model)
     training = make_private(
         model,
@@ -170,7 +175,7 @@ def _build(settings: Settings, task: Task, folder: RunFolder) -> TrainerRun:
         compile=settings.compile,
         seed=settings.seed,
     )
-    return TrainerRun(settings, task, model, training, folder, seeded=settings.seed is not None)
+    return TrainerRun(settings, task, model, training, folder, seeded=settings.seed is not None, ranks=ranks)
 
 
 def threshold(settings: Settings) -> thresholds.Threshold[Any]:
@@ -190,9 +195,9 @@ def _optimizer(model: nn.Module, settings: Settings) -> Optimizer:
     return (Adam if settings.optimizer == "adam" else SGD)(model.parameters(), lr=rate)
 
 
-def _fresh_model(task: Task, seed: int | None) -> nn.Module:
+def _fresh_model(task: Task, seed: np.random.SeedSequence) -> nn.Module:
     """Build a model whose initial weights follow from the seed, without touching the global generator."""
-    initial = np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]
+    initial = seed.generate_state(1, np.uint64)[0]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(initial))
         return task.build_model()
