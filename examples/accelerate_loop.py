@@ -1,6 +1,7 @@
 """Private training with Hugging Face Accelerate, which chooses the device and the precision; qclip takes the step.
 
     python examples/accelerate_loop.py --mixed-precision no
+    accelerate launch --num-processes 2 examples/accelerate_loop.py      # on two GPUs: the same run; --cpu without any
 
 `accelerator.prepare` gets the model. `make_private` gets the optimizer and the data unwrapped: qclip samples and guards
 the step itself. `accelerator.backward` would scale the loss and is not needed: float16 and its scaler are refused, and

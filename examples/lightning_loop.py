@@ -1,6 +1,7 @@
 """Private training in a Lightning module, by manual optimisation.
 
     python examples/lightning_loop.py
+    python examples/lightning_loop.py --devices 2      # on two GPUs or processes: the same run
 
 `make_private` is called in `configure_optimizers`, when Lightning has moved the model to its device; the module uses
 its loader. The torch optimizer is stepped without Lightning's wrapper (``use_pl_optimizer=False``), which would pass a
@@ -30,6 +31,8 @@ class Settings:
     epsilon: float = 3.0
     delta: float = 1e-5
     lr: float = 0.2
+    devices: int = 1
+    """Number of GPUs, or of processes on a CPU."""
     seed: int | None = None
     """Seed of the sampling and the noise, for tests only."""
 
@@ -91,13 +94,14 @@ def main(settings: Settings) -> tuple[float, float]:
     module = PrivateClassifier(train, settings)
     trainer = pl.Trainer(
         max_epochs=settings.epochs, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_model_summary=False, devices=settings.devices, strategy="ddp" if settings.devices > 1 else "auto",
     )  # fmt: skip
     trainer.fit(module)
     with torch.no_grad():
         accuracy = (module.model(x_test).argmax(1) == y_test).float().mean().item()
     epsilon = module.private.epsilon()
-    print(f"held-out accuracy {accuracy:.3f} at epsilon {epsilon:.2f} (delta {settings.delta:g})")
+    if trainer.is_global_zero:
+        print(f"held-out accuracy {accuracy:.3f} at epsilon {epsilon:.2f} (delta {settings.delta:g})")
     return accuracy, epsilon
 
 

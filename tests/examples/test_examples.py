@@ -1,6 +1,8 @@
 """Every example runs, learns, and stays within its budget."""
 
 import math
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +52,41 @@ def test_accelerate_loop(example):
         assert accuracy > 0.8
         assert 2.9 < epsilon <= 3
     assert abs(found["no"][0] - found["bf16"][0]) < 0.05
+
+
+LAUNCHERS = {
+    "accelerate_loop": ["-m", "accelerate.commands.launch", "--cpu", "--num-processes", "2", "--num-machines", "1"]
+    + ["--mixed-precision", "no", "--dynamo-backend", "no"],
+    "lightning_loop": [],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_two_processes_make_the_run_of_one(name):
+    pytest.importorskip("accelerate" if name == "accelerate_loop" else "pytorch_lightning")
+    script = [str(EXAMPLES / f"{name}.py"), "--epochs", "4", "--seed", "1"]
+    script += ["--mixed-precision", "no"] if name == "accelerate_loop" else []
+    several = ["--devices", "2"] if name == "lightning_loop" else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    said = []
+    for command in (script, [*LAUNCHERS[name], *script, *several]):
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True, env=environment)
+        said.append([line for line in done.stdout.splitlines() if "held-out accuracy" in line])
+    assert said[0] == said[1]
+    assert len(said[0]) == 1
+
+
+@pytest.mark.slow
+def test_ray_train(tmp_path):
+    pytest.importorskip("ray.train")
+    script = EXAMPLES / "ray_train.py"  # example("ray_train") could not be pickled for the workers
+    command = [sys.executable, str(script), "--workers", "2", "--epochs", "4", "--seed", "1", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    accuracy = float(re.search(r"held-out accuracy ([0-9.]+) at epsilon 3.00", done.stdout)[1])
+    assert accuracy > 0.8
+    assert len(list(tmp_path.rglob("model.pt"))) == 1
 
 
 # Lightning names a class that torch has deprecated.

@@ -268,6 +268,40 @@ def test_noise_does_not_serve_twice_where_random_numbers_are_each_ranks_own(tmp_
     assert first[2:] != again[2:]
 
 
+def with_adam(rank, path, size):
+    """Adam, its state in parts where there are several ranks: 3 steps, saved, and 3 more; or resumed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 5))
+    x = torch.randn(200, 20)
+    if torch.distributed.is_initialized():
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    training = qclip.make_private(
+        model, optimizer, TensorDataset(x, x[:, :5].argmax(1)), loss=nn.CrossEntropyLoss(), batch_size=20, steps=6,
+        noise_multiplier=1.0, delta=1e-5, seed=0,
+    )  # fmt: skip
+    if size == "resumed":
+        training.load(path)
+    for xb, yb in training.loader:
+        training.loss(model(xb), yb).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if len(training.history) == 3 and size != "resumed" and path is not None:
+            training.save(path)
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return flat.tolist(), [record.tau for record in training.history], 0
+
+
+@pytest.mark.slow
+def test_the_state_of_an_optimizer_may_be_in_parts(tmp_path):
+    path, alone = tmp_path / "run.pt", with_adam(0, None, "whole")
+    assert_one_run(on_ranks(2, with_adam, path, "whole"), alone)
+    assert_one_run(on_ranks(3, with_adam, path, "resumed"), alone)
+
+
 # Refusals
 
 
@@ -339,6 +373,15 @@ def test_thresholds_that_see_raw_norms_are_refused():
 def test_a_group_without_processes_is_refused():
     with pytest.raises(qclip.Refusal, match="init_process_group first"):
         made(distributed=True)
+
+
+def test_processes_that_nothing_brings_together_are_warned(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match="RANK = 1 and WORLD_SIZE = 2, but no process group") as warned:
+        made()
+    assert warned[0].filename == __file__
+    made(distributed=False)
 
 
 # Failures

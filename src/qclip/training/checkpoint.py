@@ -156,15 +156,19 @@ def optimizer_states(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
 
 def require_same_optimizers(optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]]) -> None:
     """Refuse optimizer states of other classes, or with other numbers of parameters in a group."""
-    current = [_class_and_sizes(state) for state in optimizer_states(optimizers)]
-    expected = [_class_and_sizes(state) for state in saved]
+    current = [_class_and_sizes(optimizer) for optimizer in optimizers]
+    expected = [(state["class"], _sizes(state["state"]["param_groups"])) for state in saved]
     if current != expected:
         remedy = "make the training with the same optimizers, over the same groups of parameters"
         raise check.refuse("optimizers", current, f"{expected}, as in the file", remedy)
 
 
-def _class_and_sizes(state: Mapping[str, Any]) -> tuple[str, list[int]]:
-    return state["class"], [len(group["params"]) for group in state["state"]["param_groups"]]
+def _class_and_sizes(optimizer: Optimizer) -> tuple[str, list[int]]:
+    return type(optimizer).__name__, _sizes(optimizer.param_groups)
+
+
+def _sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
 
 
 def seed_state(seed: np.random.SeedSequence) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """`make_private`: the differentially private training of a PyTorch model."""
 
+import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -230,6 +232,8 @@ def make_private(
 def _ranks(distributed: Any, engine: Engine) -> Ranks:
     """Return the processes that share the run; torch.distributed is not imported for a single one."""
     if distributed is False or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        if distributed is None:
+            _warn_of_launcher()
         if distributed is None or distributed is False:
             return Ranks()
         remedy = "call torch.distributed.init_process_group first, as torchrun's scripts do"
@@ -237,6 +241,18 @@ def _ranks(distributed: Any, engine: Engine) -> Ranks:
     from qclip.training.process_group import ranks_of
 
     return ranks_of(distributed, engine.device)
+
+
+def _warn_of_launcher() -> None:
+    """Warn if a launcher has started several processes, and nothing has brought them together."""
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "1")
+    if rank is not None and size != "1":
+        message = (
+            f"RANK = {rank} and WORLD_SIZE = {size}, but no process group is initialised: every process trains a model "
+            "of its own, and each of them spends epsilon on the data. Call torch.distributed.init_process_group() "
+            "before make_private to train one model together, or pass distributed=False"
+        )
+        warnings.warn(message, stacklevel=4)  # above: _ranks, make_private
 
 
 def _check_choices(

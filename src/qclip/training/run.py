@@ -299,9 +299,12 @@ class PrivateTraining:
         """Write a checkpoint of the run, its model, its optimizers, and other objects with a ``state_dict``, by name.
 
         The file is replaced atomically, and only its owner can read it. It holds the secrets of `state_dict`. Of
-        several ranks, rank 0 writes it; any number of ranks can resume from it.
+        several ranks, rank 0 writes it, and any number of ranks can resume from it. Call it on all of them.
         """
         state = self.state_dict()
+        for optimizer in self._optimizers:
+            if (consolidate := getattr(optimizer, "consolidate_state_dict", None)) is not None:
+                consolidate(to=0)  # a ZeroRedundancyOptimizer: every rank has a part
         if self._ranks.rank > 0:
             return
         content = {
