@@ -54,9 +54,9 @@ def test_accelerate_loop(example):
     assert abs(found["no"][0] - found["bf16"][0]) < 0.05
 
 
+LAUNCH = ["-m", "accelerate.commands.launch", "--cpu", "--num-processes", "2", "--num-machines", "1"]
 LAUNCHERS = {
-    "accelerate_loop": ["-m", "accelerate.commands.launch", "--cpu", "--num-processes", "2", "--num-machines", "1"]
-    + ["--mixed-precision", "no", "--dynamo-backend", "no"],
+    "accelerate_loop": [*LAUNCH, "--mixed-precision", "no", "--dynamo-backend", "no"],
     "lightning_loop": [],
 }
 
