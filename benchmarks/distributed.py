@@ -161,10 +161,10 @@ def compare(settings: Settings, data: TensorDataset) -> None:
     quarter = len(ratios) // 4
     plain_ms, private_ms = (1e3 * statistics.median(column) for column in zip(*times, strict=True))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    ratio, low, high = statistics.median(ratios), ratios[quarter], ratios[-1 - quarter]
     say(
-        f"{size} processes, {settings.batch_size} examples each, {num_parameters:,} parameters: plain "
-        f"{plain_ms:.1f} ms, private {private_ms:.1f} ms; ratio {statistics.median(ratios):.2f}, half of the {settings.pairs} pairs "
-        f"in {ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f}"
+        f"{size} processes, {settings.batch_size} examples each, {num_parameters:,} parameters: plain {plain_ms:.1f} "
+        f"ms, private {private_ms:.1f} ms; ratio {ratio:.2f}, half of {settings.pairs} pairs in {low:.2f} to {high:.2f}"
     )
 
 
