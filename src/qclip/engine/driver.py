@@ -69,6 +69,7 @@ class Engine:
             depend on the data, such as the power iteration of a spectral norm.
         costs: How norms are computed, and how much memory a step may use.
         plans: A store of plans to share with other engines of the same model and loss.
+        gathered: Whether the caller sees to it that sharded parameters are whole whenever the model is used.
 
     Raises:
         Refusal: If the model has no trainable parameters, or is of a kind that cannot be clipped exactly.
@@ -83,9 +84,10 @@ class Engine:
         data_independent_buffers: Sequence[str] = (),
         costs: CostModel | None = None,
         plans: Plans | None = None,
+        gathered: bool = False,
     ) -> None:
         warn_if_untested(torch.__version__)
-        self.model = checks.unwrapped(model)
+        self.model = checks.unwrapped(model, gathered=gathered)
         self.criterion = criterion
         self.parameters = checks.trainable(self.model)
         self.groups = partition(self.parameters, groups)

@@ -10,7 +10,7 @@ import os
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +149,25 @@ def require_same_tensors(model: nn.Module, state: Mapping[str, torch.Tensor]) ->
             raise check.refuse(f"shape of {name}", shapes.get(name), f"{saved.get(name)}, as in the file", remedy)
 
 
-def optimizer_states(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
-    """Return the state of each optimizer, with the name of its class."""
-    return [{"class": type(optimizer).__name__, "state": optimizer.state_dict()} for optimizer in optimizers]
+def optimizer_states(
+    optimizers: Sequence[Optimizer], state: Callable[[Optimizer], dict[str, Any]], *, is_read: bool
+) -> list[dict[str, Any]]:
+    """Return the state of each optimizer, with the name of its class.
+
+    Args:
+        optimizers: The optimizers.
+        state: Returns the state of one.
+        is_read: Whether the result is read on this rank. The states of a ZeroRedundancyOptimizer, of which every rank
+            has a part, are sent to rank 0 alone.
+    """
+    states = []
+    for optimizer in optimizers:
+        consolidate = getattr(optimizer, "consolidate_state_dict", None)
+        if consolidate is not None:
+            consolidate(to=0)
+        content = state(optimizer) if consolidate is None or is_read else {}
+        states.append({"class": type(optimizer).__name__, "state": content})
+    return states
 
 
 def require_same_optimizers(optimizers: Sequence[Optimizer], saved: Sequence[Mapping[str, Any]]) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -32,6 +32,7 @@ from qclip.training.ranks import Ranks
 from qclip.training.rows import mean_over_rows
 from qclip.training.run import PrivateTraining
 from qclip.training.sampling import fixed_size
+from qclip.training.shards import Shards, is_sharded
 
 
 def make_private(
@@ -164,17 +165,21 @@ def make_private(
     criterion = loss if loss is not None else per_example_loss
     if isinstance(model, nn.parallel.DistributedDataParallel) and distributed is not False:
         model = model.module  # its raw gradients are never computed, so it has nothing to synchronise
+    sharded = _gathered(model)
     engine = Engine(
         model,
         criterion=criterion if isinstance(criterion, nn.Module) and criterion is not model else None,
         groups=groups,
         data_independent_buffers=data_independent_buffers,
+        gathered=sharded is not None,
     )
+    shards = sharded or Shards(engine.parameters)
     if compile is not False and compile is not True:
         check.choice("compile", compile, MODES)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    _check_optimizers(optimizers, engine)
+    _check_optimizers(optimizers, shards.parameters)
     ranks = _ranks(distributed, engine)
+    shards.require_all(ranks.size)
     _check_choices(loss, per_example_loss, threshold, physical_batch_size)
     num_examples = examples_in(dataset)
     if noise_multiplier != 0:
@@ -224,9 +229,19 @@ def make_private(
         compiled=Compiled(engine, compile, slots=physical_batch_size, announce=working) if compile else None,
         seed=seed,
         ranks=ranks,
+        shards=shards,
     )
     remember(engine.model, training.history)
     return training
+
+
+def _gathered(model: nn.Module) -> Shards | None:
+    """Gather the parameters of a model of `fully_shard`, and return its shards; None for other models."""
+    if not is_sharded(model):
+        return None
+    from qclip.training.process_group import FullShards
+
+    return FullShards(model)
 
 
 def _ranks(distributed: Any, engine: Engine) -> Ranks:
@@ -279,7 +294,7 @@ def _check_choices(
             )
 
 
-def _check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
+def _check_optimizers(optimizers: Sequence[Optimizer], parameters: Mapping[str, nn.Parameter]) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             remedy = "pass the torch optimizer itself, before any wrapper"
@@ -290,7 +305,7 @@ def _check_optimizers(optimizers: Sequence[Optimizer], engine: Engine) -> None:
         if isinstance(optimizer, LBFGS):
             remedy = "use SGD, Adam or another optimizer that steps on the gradient in .grad"
             raise check.refuse("optimizer", "LBFGS", "one that does not compute gradients by a closure", remedy)
-    names = {id(parameter): name for name, parameter in engine.parameters.items()}
+    names = {id(parameter): name for name, parameter in parameters.items()}
     optimized = {id(p) for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad}
     if optimized - set(names):
         raise Refusal(

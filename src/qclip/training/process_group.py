@@ -10,10 +10,15 @@ from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from qclip._validate import Refusal
 from qclip.training.ranks import LostRank, Ranks
+from qclip.training.shards import Shards, optimized
 from qclip.training.sums import BoundedSum, RawSums
 
 T = TypeVar("T")
@@ -167,6 +172,107 @@ def ranks_of(distributed: Any, device: torch.device) -> Ranks:
             "to use the default group where one is initialised"
         )
     return GroupRanks(group, device) if dist.get_world_size(group) > 1 else Ranks()
+
+
+class FullShards(Shards):
+    """The parameters of a model of `fully_shard` (FSDP2), whole on every rank between optimizer steps.
+
+    Each rank keeps its part for the optimizer. The whole parameters are gathered after every optimizer step and stay
+    until the next, so that the engine, its proofs and compiled steps see a plain model.
+
+    Args:
+        model: The model; from now on FSDP2 neither frees whole parameters by itself nor synchronises gradients.
+
+    Raises:
+        qclip.Refusal: If the parameters are sharded over a mesh of more than one dimension.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parts: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for part in self._parts:
+            part.reshard()
+        super().__init__({name: p for name, p in model.named_parameters() if p.requires_grad})
+        for name, parameter in model.named_parameters():
+            if not isinstance(parameter, DTensor):
+                raise Refusal(f"{name!r} is not sharded, but others are; call fully_shard on the whole model, too")
+            if parameter.device_mesh.ndim != 1:
+                raise Refusal(
+                    f"{name!r} is sharded over a mesh of {parameter.device_mesh.ndim} dimensions; take a mesh of one "
+                    "dimension, which has all ranks of the run"
+                )
+        for part in self._parts:
+            part.set_requires_gradient_sync(False, recurse=False)
+            part.set_reshard_after_forward(False, recurse=False)
+            part.set_reshard_after_backward(False, recurse=False)
+        self.gather()
+
+    def require_all(self, num_ranks: int) -> None:
+        """Refuse a run on fewer ranks than the parameters are sharded over."""
+        for name, parameter in self.parameters.items():
+            if isinstance(parameter, DTensor) and parameter.device_mesh.size() != num_ranks:
+                raise Refusal(
+                    f"{name!r} is sharded over {parameter.device_mesh.size()} ranks, but the run has {num_ranks}: "
+                    "leave distributed= out, and shard over all ranks of the run"
+                )
+
+    def gather(self) -> None:
+        """Make the parameters of the model whole, at their current values, until the next `scatter`."""
+        for part in self._parts:
+            part.unshard()
+
+    def scatter(self) -> None:
+        """Leave each rank its part of the parameters: the whole ones are out of date after an optimizer step."""
+        for part in self._parts:
+            part.reshard()
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Scatter after every step of the optimizer."""
+        optimizer.register_step_post_hook(lambda *_: self.scatter())
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return the part of a whole tensor that belongs to this rank's part of a parameter; nothing is sent."""
+        return _part(whole, self.parameters[name])
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state of the model in whole tensors; on all ranks."""
+        self.scatter()
+        state = {name: _whole(x) for name, x in model.state_dict().items()}
+        self.gather()
+        return state
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Load a `model_state`."""
+        self.scatter()
+        model.load_state_dict({name: _part(state[name], like) for name, like in model.state_dict().items()})
+        self.gather()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer in whole tensors; on all ranks."""
+        return pytree.tree_map_only(Tensor, _whole, optimizer.state_dict())
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load an `optimizer_state`."""
+        parameters = optimized([optimizer])
+        parts = {
+            index: {
+                name: _part(x, parameters[index]) if isinstance(x, Tensor) and x.shape == parameters[index].shape else x
+                for name, x in values.items()
+            }
+            for index, values in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": parts})
+
+
+def _whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _part(whole: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor cut as another is; as it is where that one is whole."""
+    if not isinstance(like, DTensor):
+        return whole
+    everywhere = DTensor.from_local(whole, like.device_mesh, [Replicate()], run_check=False)
+    return everywhere.redistribute(like.device_mesh, like.placements)
 
 
 @contextmanager

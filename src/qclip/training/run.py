@@ -38,6 +38,7 @@ from qclip.training.noise import NoiseSource, group_dims
 from qclip.training.plan import TrainingPlan
 from qclip.training.ranks import LostRank, Ranks, checksums, seed_sequence
 from qclip.training.sampling import sampler
+from qclip.training.shards import Shards
 from qclip.training.step import StepRelease, StepRule, StepState, ask, release
 from qclip.training.sums import Key, LogicalStep, RawSums
 
@@ -65,10 +66,12 @@ class PrivateTraining:
         compiled: Compiled | None,
         seed: int | None,
         ranks: Ranks,
+        shards: Shards,
     ) -> None:
         self.updated = False
         """Whether the last call completed a logical step: the time to step schedulers and parameter averages."""
-        self._engine, self._optimizers, self._plan, self._ranks = engine, tuple(optimizers), plan, ranks
+        self._engine, self._optimizers, self._plan = engine, tuple(optimizers), plan
+        self._ranks, self._shards = ranks, shards
         self._evaluation, self._step_size, self._physical_batch_size = evaluation, step_size, physical_batch_size
         self._is_compiled, members = compiled is not None, engine.groups.members
         dims = group_dims(engine.parameters, members, len(engine.groups))
@@ -78,7 +81,7 @@ class PrivateTraining:
             threshold=threshold,
             members={Key("gradient", name): group for name, group in members.items()},
             dims=dims,
-            dtypes={Key("gradient", name): parameter.dtype for name, parameter in engine.parameters.items()},
+            dtypes={Key("gradient", name): parameter.dtype for name, parameter in shards.parameters.items()},
             batch_size=plan.batch_size,
             noise=accounting.split(plan.noise_multiplier, threshold.share(conditions)),
             rescale_to_unit_norm=rescale_to_unit_norm,
@@ -89,7 +92,9 @@ class PrivateTraining:
         self._warned_lost = False
         self._logical: LogicalStep | None = None
         self._departures = Departures()
-        self._guard = Guard(engine.parameters, self._optimizers, applying=self._departures.see)
+        self._guard = Guard(shards.parameters, self._optimizers, applying=self._departures.see)
+        for optimizer in self._optimizers:
+            shards.follow(optimizer)
         self.epsilon_curve = accounting.EpsilonCurve(
             noise_multiplier=self._accounted,
             sample_rate=plan.sample_rate,
@@ -301,16 +306,16 @@ class PrivateTraining:
         The file is replaced atomically, and only its owner can read it. It holds the secrets of `state_dict`. Of
         several ranks, rank 0 writes it, and any number of ranks can resume from it. Call it on all of them.
         """
-        state = self.state_dict()
-        for optimizer in self._optimizers:
-            if (consolidate := getattr(optimizer, "consolidate_state_dict", None)) is not None:
-                consolidate(to=0)  # a ZeroRedundancyOptimizer: every rank has a part
+        state, model_state = self.state_dict(), self._shards.model_state(self._engine.model)
+        optimizer_states = checkpoint.optimizer_states(
+            self._optimizers, self._shards.optimizer_state, is_read=self._ranks.rank == 0
+        )
         if self._ranks.rank > 0:
             return
         content = {
             "training": state,
-            "model": self._engine.model.state_dict(),
-            "optimizers": checkpoint.optimizer_states(self._optimizers),
+            "model": model_state,
+            "optimizers": optimizer_states,
             "others": {name: other.state_dict() for name, other in self._foreign(others).items()},
         }
         checkpoint.write(path, content)
@@ -328,9 +333,9 @@ class PrivateTraining:
         self._require_same_run(content["training"])
         checkpoint.require_same_tensors(self._engine.model, content["model"])
         checkpoint.require_same_optimizers(self._optimizers, content["optimizers"])
-        self._engine.model.load_state_dict(content["model"])
+        self._shards.load_model_state(self._engine.model, content["model"])
         for optimizer, saved in zip(self._optimizers, content["optimizers"], strict=True):
-            optimizer.load_state_dict(saved["state"])
+            self._shards.load_optimizer_state(optimizer, saved["state"])
         for name, other in foreign.items():
             other.load_state_dict(content["others"][name])
         self.load_state_dict(content["training"])  # last, because it restores the global generators
@@ -407,6 +412,7 @@ class PrivateTraining:
 
     def _clip(self, batch: tuple[Any, ...]) -> tuple[Ticket, ClippedGradients]:
         whole = batch[0] if len(batch) == 1 else batch
+        self._shards.gather()
         ticket, logical = self._redeem(whole)
         return ticket, self._clipper.clip_batch(whole, ticket, logical.clip_norms)
 
@@ -478,7 +484,8 @@ class PrivateTraining:
         # Charged before the gradient is visible: an interruption between the lines costs budget, not privacy.
         self._records.append(replace(record, lost=lost))
         self._threshold_state = released.state.threshold
-        self._guard.write(released.noisy_gradient)
+        gradients = released.noisy_gradient
+        self._guard.write({name: self._shards.part(name, gradient) for name, gradient in gradients.items()})
 
     def _next_step_size(self, step: int, released: StepRelease) -> float:
         """Return the learning rate that was set for this step, or that the run finds for it."""
@@ -515,6 +522,8 @@ class PrivateTraining:
     def _slots_of_next_batch(self) -> int | None:
         """Return the number of slots of the user's next forward pass; None if the pass is not part of the training."""
         ticket = self.loader.tickets.front
+        if ticket is not None:
+            self._shards.gather()
         return None if ticket is None else ticket.num_slots
 
     @contextmanager

@@ -22,8 +22,13 @@ _DISTRIBUTED = {"FSDPModule": "fully_shard", "FullyShardedDataParallel": "FullyS
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the plain module: a compiled one is unwrapped, other wrappers are refused."""
+def unwrapped(model: nn.Module, *, gathered: bool = False) -> nn.Module:
+    """Return the plain module: a compiled one is unwrapped, other wrappers are refused.
+
+    Args:
+        model: The model.
+        gathered: Whether parameters that `fully_shard` has sharded are whole whenever the model is used.
+    """
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
     name = type(model).__name__
@@ -31,7 +36,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
         raise Refusal(f"{name} synchronises raw gradients between processes; pass the module inside it (model.module)")
     for path, module in model.named_modules():
         maker = _distributed_by(type(module))
-        if maker is not None:
+        if maker is not None and not (gathered and maker == "fully_shard"):
             raise Refusal(
                 f"{_named(path, module)} is sharded or replicated by {maker}, which synchronises raw gradients "
                 f"between processes; that is not supported yet: make the model private without {maker}"

@@ -1,0 +1,66 @@
+"""Shards: the parameters as the optimizers hold them, where that is not how the engine needs them.
+
+The engine needs whole parameters. This module has the usual case, in which the optimizers hold them, too;
+`process_group` has those of `fully_shard`, in which each rank holds a part of every parameter.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Shards:
+    """A model whose parameters are whole wherever they are.
+
+    Args:
+        parameters: The trainable parameters, by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        """The parameters that optimizers hold, by name."""
+
+    def require_all(self, num_ranks: int) -> None:
+        """Refuse a run on fewer ranks than the parameters are sharded over."""
+
+    def gather(self) -> None:
+        """Make the parameters of the model whole, at their current values, until the next `scatter`."""
+
+    def scatter(self) -> None:
+        """Leave each rank its part of the parameters: the whole ones are out of date after an optimizer step."""
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Scatter after every step of the optimizer."""
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return the part of a whole tensor, such as a gradient, that belongs to this rank's part of a parameter."""
+        return whole
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """Return the state of the model in whole tensors."""
+        return model.state_dict()
+
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Load a `model_state`."""
+        model.load_state_dict(state)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer in whole tensors."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load an `optimizer_state`."""
+        optimizer.load_state_dict(dict(state))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether parts of the model were made by `fully_shard`; torch.distributed is not imported for others."""
+    kinds = {base for module in model.modules() for base in type(module).__mro__}
+    return any(kind.__name__ == "FSDPModule" and kind.__module__.startswith("torch.distributed.") for kind in kinds)
+
+
+def optimized(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Return the parameters of the optimizers, in order."""
+    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
