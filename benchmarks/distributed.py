@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,7 +27,9 @@ from torch.utils.data import TensorDataset
 
 import qclip
 from qclip.apps.data.models import CausalTransformer
+from qclip.training.noise import NoiseSource, grid_spacing, noisy_sums
 from qclip.training.process_group import joined
+from qclip.training.sampling import PoissonSampler
 
 ALPHABET, LENGTH = 256, 64
 
@@ -168,8 +171,20 @@ def compare(settings: Settings, data: TensorDataset) -> None:
     )
 
 
+def costs() -> None:
+    """Time what every rank does alone on the CPU: the draw of a step, and noise."""
+    for num_drawn in (4096, 10**6):
+        sampler = PoissonSampler(10**8, num_drawn / 10**8, np.random.SeedSequence(0))
+        began = time.perf_counter()
+        sampler.draw(0)
+        say(f"a draw of {num_drawn:,} examples out of 10^8: {1e3 * (time.perf_counter() - began):.1f} ms")
+    sums, began = [torch.zeros(5_000_000)], time.perf_counter()
+    noisy_sums(sums, [1.0], [grid_spacing(1.0)], 1.0, NoiseSource().streams(), torch.float32)
+    say(f"noise: {1e9 * (time.perf_counter() - began) / sums[0].numel():.0f} ns a number on the CPU")
+
+
 def main(settings: Settings) -> None:
-    """Check, then compare."""
+    """Check, compare, and time what each rank does alone."""
     with joined(settings.device) as ranks:
         torch.manual_seed(1)
         x = torch.randint(ALPHABET, (max(200, ranks.size * settings.batch_size), LENGTH))
@@ -177,6 +192,7 @@ def main(settings: Settings) -> None:
         say(f"{ranks.size} processes, {dist.get_backend()}, {settings.device}, torch {torch.__version__}")
         check(settings, data)
         compare(settings, data)
+        costs()
 
 
 if __name__ == "__main__":

@@ -268,7 +268,7 @@ def test_noise_does_not_serve_twice_where_random_numbers_are_each_ranks_own(tmp_
     assert first[2:] != again[2:]
 
 
-def with_adam(rank, path, size):
+def with_adam(rank, path, how):
     """Adam, its state in parts where there are several ranks: 3 steps, saved, and 3 more; or resumed."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 5))
@@ -283,13 +283,13 @@ def with_adam(rank, path, size):
         model, optimizer, TensorDataset(x, x[:, :5].argmax(1)), loss=nn.CrossEntropyLoss(), batch_size=20, steps=6,
         noise_multiplier=1.0, delta=1e-5, seed=0,
     )  # fmt: skip
-    if size == "resumed":
+    if how == "resumed":
         training.load(path)
     for xb, yb in training.loader:
         training.loss(model(xb), yb).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if len(training.history) == 3 and size != "resumed" and path is not None:
+        if len(training.history) == 3 and how != "resumed" and path is not None:
             training.save(path)
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     return flat.tolist(), [record.tau for record in training.history], 0

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from qclip._validate import Refusal
 from qclip.training.ranks import LostRank, Ranks
-from qclip.training.shards import Shards, optimized
+from qclip.training.shards import Shards
 from qclip.training.sums import BoundedSum, RawSums
 
 T = TypeVar("T")
@@ -216,17 +216,17 @@ class FullShards(Shards):
                 )
 
     def gather(self) -> None:
-        """Make the parameters of the model whole, at their current values, until the next `scatter`."""
+        """Make the parameters of the model whole, at their current values, until the next optimizer step."""
         for part in self._parts:
             part.unshard()
 
     def scatter(self) -> None:
-        """Leave each rank its part of the parameters: the whole ones are out of date after an optimizer step."""
+        """Leave each rank its part of the parameters."""
         for part in self._parts:
             part.reshard()
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Scatter after every step of the optimizer."""
+        """Let go of the whole parameters after every step of the optimizer: they are out of date then."""
         optimizer.register_step_post_hook(lambda *_: self.scatter())
 
     def part(self, name: str, whole: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ class FullShards(Shards):
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load an `optimizer_state`."""
-        parameters = optimized([optimizer])
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         parts = {
             index: {
                 name: _part(x, parameters[index]) if isinstance(x, Tensor) and x.shape == parameters[index].shape else x

@@ -4,11 +4,13 @@ The engine needs whole parameters. This module has the usual case, in which the 
 `process_group` has those of `fully_shard`, in which each rank holds a part of every parameter.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from qclip.engine.capture.checks import distributed_by
 
 
 class Shards:
@@ -26,13 +28,10 @@ class Shards:
         """Refuse a run on fewer ranks than the parameters are sharded over."""
 
     def gather(self) -> None:
-        """Make the parameters of the model whole, at their current values, until the next `scatter`."""
-
-    def scatter(self) -> None:
-        """Leave each rank its part of the parameters: the whole ones are out of date after an optimizer step."""
+        """Make the parameters of the model whole, at their current values, until the next optimizer step."""
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Scatter after every step of the optimizer."""
+        """Let go of the whole parameters after every step of the optimizer: they are out of date then."""
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return the part of a whole tensor, such as a gradient, that belongs to this rank's part of a parameter."""
@@ -56,11 +55,5 @@ class Shards:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether parts of the model were made by `fully_shard`; torch.distributed is not imported for others."""
-    kinds = {base for module in model.modules() for base in type(module).__mro__}
-    return any(kind.__name__ == "FSDPModule" and kind.__module__.startswith("torch.distributed.") for kind in kinds)
-
-
-def optimized(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Return the parameters of the optimizers, in order."""
-    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+    """Return whether parts of the model were made by `fully_shard`."""
+    return any(distributed_by(type(module)) == "fully_shard" for module in model.modules())

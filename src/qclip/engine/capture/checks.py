@@ -35,7 +35,7 @@ def unwrapped(model: nn.Module, *, gathered: bool = False) -> nn.Module:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         raise Refusal(f"{name} synchronises raw gradients between processes; pass the module inside it (model.module)")
     for path, module in model.named_modules():
-        maker = _distributed_by(type(module))
+        maker = distributed_by(type(module))
         if maker is not None and not (gathered and maker == "fully_shard"):
             raise Refusal(
                 f"{_named(path, module)} is sharded or replicated by {maker}, which synchronises raw gradients "
@@ -48,7 +48,7 @@ def unwrapped(model: nn.Module, *, gathered: bool = False) -> nn.Module:
     return model
 
 
-def _distributed_by(kind: type[nn.Module]) -> str | None:
+def distributed_by(kind: type[nn.Module]) -> str | None:
     """Return the function of torch.distributed that made a class of modules, if any."""
     bases = [base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.distributed.")]
     return next((_DISTRIBUTED[name] for name in bases if name in _DISTRIBUTED), None)
