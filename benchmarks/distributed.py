@@ -2,13 +2,14 @@
 
     torchrun --nproc-per-node 2 benchmarks/distributed.py                     # gloo, on a CPU
     torchrun --nproc-per-node 2 benchmarks/distributed.py --device cuda       # NCCL, a GPU for each process
+    torchrun --nproc-per-node 2 benchmarks/distributed.py --sharded           # fully_shard (FSDP2), plain and private
 
 Checks, each of which ends the script with an error if it fails: all ranks have the same parameters and clip norms, bit
 for bit; they are those of a single process, up to rounding, with noise; a run that is saved and resumed goes on as it
-would have. Then it times steps of a small transformer in alternating pairs: DistributedDataParallel, and qclip.
+would have. Then it times steps of a small transformer in alternating pairs: DistributedDataParallel (or FSDP2), and
+qclip.
 """
 
-import copy
 import statistics
 import tempfile
 import time
@@ -23,6 +24,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import tyro
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 import qclip
@@ -43,6 +47,8 @@ class Settings:
     """Examples of each process."""
     pairs: int = 15
     compile: bool = False
+    sharded: bool = False
+    """Whether each process has a part of the parameters, by `fully_shard`."""
 
 
 def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -51,10 +57,15 @@ def losses(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return F.cross_entropy(model(x).transpose(1, 2), y, reduction="none").mean(1)
 
 
-def transformer(device: str) -> nn.Module:
+def transformer(device: str, *, sharded: bool = False) -> nn.Module:
     """Return a transformer with the same initial weights on every rank."""
     torch.manual_seed(0)
-    return CausalTransformer(ALPHABET, LENGTH, width=256, layers=4).to(device)
+    model = CausalTransformer(ALPHABET, LENGTH, width=256, layers=4).to(device)
+    if sharded:
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+    return model
 
 
 def private(model: nn.Module, data: TensorDataset, **options: Any) -> qclip.PrivateTraining:
@@ -81,22 +92,24 @@ def trained(training: qclip.PrivateTraining) -> list[tuple[float, ...]]:
 
 def flat(model: nn.Module) -> Tensor:
     """Return all parameters in one tensor."""
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    tensors = [x.full_tensor() if isinstance(x, DTensor) else x for x in model.state_dict().values()]
+    return torch.cat([x.detach().flatten() for x in tensors])
 
 
 def check(settings: Settings, data: TensorDataset) -> None:
     """Raise unless the run on all ranks is the run of one process, also when it is resumed."""
     options: dict[str, Any] = {"batch_size": 16, "steps": 6, "physical_batch_size": 5, "compile": settings.compile}
-    together, alone, resumed = (transformer(settings.device) for _ in range(3))
+    together, resumed = (transformer(settings.device, sharded=settings.sharded) for _ in range(2))
+    alone = transformer(settings.device)
     with tempfile.TemporaryDirectory() as folder:
         folders = [folder]
         dist.broadcast_object_list(folders, src=0)
-        path = Path(folders[0]) / "run.pt"
+        path = Path(folders[0]) / "run"
         training = private(together, data, **options)
         for batch in training.loader:
             training.step(*batch)
             if training.updated and len(training.history) == 3:
-                training.save(path)
+                training.save(path, sharded=settings.sharded)
         taus = [record.tau for record in training.history]
         dist.barrier()
         again = private(resumed, data, **options)
@@ -138,8 +151,9 @@ def compare(settings: Settings, data: TensorDataset) -> None:
     num_examples = size * settings.batch_size
     part = TensorDataset(*(x[:num_examples] for x in data.tensors))
     mine = [x[rank::size] for x in part.tensors]
-    model = transformer(settings.device)
-    plain = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    model = transformer(settings.device, sharded=settings.sharded)
+    plain = transformer(settings.device, sharded=settings.sharded)
+    plain = plain if settings.sharded else nn.parallel.DistributedDataParallel(plain)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
 
     def plain_step() -> None:

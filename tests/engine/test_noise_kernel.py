@@ -30,11 +30,11 @@ def interpreter():
         yield lambda *args: run(launched, *args)
 
 
-def launched(raws, stds, scale, seed, dtype, aligned=True, fast=False, spacings=None):
+def launched(raws, stds, scale, seed, dtype, aligned=True, fast=False, spacings=None, places=None):
     """What the kernel gives for these sums, as float32 arrays; on torch's default device, where the sums must lie."""
     device = torch.get_default_device()
     spacings = [grid_spacing(std) for std in stds] if spacings is None else spacings
-    rows, starts, total = noise_kernel._table(tuple(raw.numel() for raw in raws), device)
+    rows, starts, total = noise_kernel._table(tuple(raw.numel() for raw in raws), device, places)
     memory = torch.full((total,), torch.nan, dtype=dtype, device=device)
     addresses = torch.tensor([x.data_ptr() for x in raws], device=device)
     numbers = noise_kernel._launch_values((seed % 2**64, seed >> 64), stds, spacings, scale).to(device)
@@ -181,13 +181,34 @@ def test_the_table_covers_every_number_once():
     lengths = (1, 4 * noise_kernel.BLOCK, 4 * noise_kernel.BLOCK + 1, 15, 10_000)
     rows, starts, total = noise_kernel._table(lengths, torch.device("cpu"))
     covered = [np.zeros(length, dtype=int) for length in lengths]
-    for tensor, at, count, target in rows.tolist():
-        covered[tensor][at : at + count] += 1
+    for number, (tensor, at, first, last, target, program) in enumerate(rows.tolist()):
+        assert (first, program) == (0, number)
+        covered[tensor][at : at + last] += 1
         assert target == starts[tensor] + at
-        assert target + count <= total
+        assert target + last <= total
     assert all((each == 1).all() for each in covered)
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+
+
+PARTS = ((0, 700), (700, 4 * noise_kernel.BLOCK + 1), (4 * noise_kernel.BLOCK + 1, 9001))
+"""The ranges of one tensor of 9001 that three processes hold."""
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_gets_the_noise_of_the_whole(interpreter, part):
+    """The part of the second of three tensors, the others whole on every process."""
+    first, whole, third = torch.arange(5.0), torch.arange(9001.0), torch.arange(3000.0)
+    start, stop = part
+    places = ((0, 5), (start, 9001), (0, 3000))
+    expected = interpreter([first, whole, third], [0.7, 0.2, 1.0], 0.3, 11, torch.float32)
+    found = interpreter(
+        [first, whole[start:stop].clone(), third], [0.7, 0.2, 1.0], 0.3, 11, torch.float32, start % 4 == 0, False,
+        None, places,
+    )  # fmt: skip
+    assert np.array_equal(found[0], expected[0])
+    assert np.array_equal(found[1], expected[1][start:stop])
+    assert np.array_equal(found[2], expected[2])
 
 
 def test_the_kernel_is_for_gpus():
@@ -225,7 +246,8 @@ def test_release_asks_the_kernel_where_it_is_usable(monkeypatch):
     """With the same numbers as its twin: the deviation, the spacing and the factor of each tensor."""
     asked = []
 
-    def noisy_sums(raws, stds, spacings, scale, source, dtype):
+    def noisy_sums(raws, stds, spacings, scale, source, dtype, places):
+        assert places == [(0, raw.numel()) for raw in raws]
         asked.append((len(raws), tuple(stds), tuple(spacings), scale, dtype))
         return [raw.to(dtype) for raw in raws]
 

@@ -12,7 +12,7 @@ from noise_traces import SETTINGS, TAU, assert_equally_often, assert_on_grid, fi
 from qclip.theory import group_noise
 from qclip.training import noise as mechanism
 from qclip.training.noise import NoiseSource, grid_spacing, noise_stds, release
-from qclip.training.sums import BoundedSum
+from qclip.training.sums import BoundedSum, Place
 
 N = 200_000
 
@@ -180,6 +180,34 @@ def test_the_number_of_threads_does_not_matter(sizes):
         torch.set_num_threads(threads)
     for other in found[1:]:
         assert all(torch.equal(other[name], noise) for name, noise in found[0].items())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_parts_get_the_noise_of_the_whole(monkeypatch, size):
+    """For ranks that hold a part of each tensor, cut as torch.chunk cuts; the last tensor is whole on all of them."""
+    monkeypatch.setattr(mechanism, "CHUNK", 100)
+    lengths = (230, 3, 100, 7, 470, 2)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"{k}": torch.randn(length, generator=generator) for k, length in enumerate(lengths)}
+    members, bounds = {name: int(name) % 2 for name in tensors}, (1.0, 3.0)
+    dims = tuple(sum(length for k, length in enumerate(lengths) if k % 2 == group) for group in (0, 1))
+    value = BoundedSum(tensors, members, bounds, dims)
+    expected = release(value, 1.3, NoiseSource(3), divisor=7).tensors
+    found = {name: [] for name in tensors}
+    for rank in range(size):
+        places, parts = {}, {"5": tensors["5"]}
+        for k, length in enumerate(lengths[:-1]):
+            rows = -(-length // size)
+            start = min(rank * rows, length)
+            places[f"{k}"] = Place(start, length)
+            parts[f"{k}"] = tensors[f"{k}"][start : start + rows].clone()
+        own = replace(value, tensors={name: parts[name] for name in tensors})
+        released = release(own, 1.3, NoiseSource(3), divisor=7, places=places).tensors
+        assert torch.equal(released["5"], expected["5"])
+        for name, part in released.items():
+            found[name].append(part)
+    for name in places:
+        assert torch.equal(torch.cat(found[name]), expected[name])
 
 
 def test_sums_may_lie_in_any_order():

@@ -3,8 +3,8 @@
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from qclip.engine.proof.proof import PROOFS, SAME_WAY, NotBroadcast
 from qclip.engine.proof.prover import CALLS_FOR_REFUSAL, Prover, first_line
 from qclip.engine.randomness import RandomState
 from qclip.engine.result import ClippedGradients
+from qclip.engine.sharding import Reads, Sharding
 from qclip.engine.torch_settings import deterministically, tf32_anywhere, uncompiled, warn_if_untested
 
 
@@ -69,7 +70,7 @@ class Engine:
             depend on the data, such as the power iteration of a spectral norm.
         costs: How norms are computed, and how much memory a step may use.
         plans: A store of plans to share with other engines of the same model and loss.
-        gathered: Whether the caller sees to it that sharded parameters are whole whenever the model is used.
+        sharding: How to reach parameters that `fully_shard` has sharded; None for a model that is not.
 
     Raises:
         Refusal: If the model has no trainable parameters, or is of a kind that cannot be clipped exactly.
@@ -84,12 +85,13 @@ class Engine:
         data_independent_buffers: Sequence[str] = (),
         costs: CostModel | None = None,
         plans: Plans | None = None,
-        gathered: bool = False,
+        sharding: Sharding | None = None,
     ) -> None:
         warn_if_untested(torch.__version__)
-        self.model = checks.unwrapped(model, gathered=gathered)
+        self.model = checks.unwrapped(model, may_be_sharded=sharding is not None)
         self.criterion = criterion
-        self.parameters = checks.trainable(self.model)
+        self.sharding = sharding or Sharding()
+        self.parameters = self._trainable()
         self.groups = partition(self.parameters, groups)
         self.data_independent_buffers = tuple(data_independent_buffers)
         self.costs = costs or CostModel()
@@ -105,6 +107,9 @@ class Engine:
         self._moves: Counter[str] = Counter()
         self._watch: Watch | None = None
         self._is_own_forward = False
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        return checks.trainable(self.sharding.named_parameters(self.model))
 
     @property
     def device(self) -> torch.device:
@@ -262,7 +267,7 @@ class Engine:
         modules = [self.model] if self.criterion is None else [self.model, self.criterion]
         own = self.parameters
         with in_precision(dtype, modules):
-            self.parameters = checks.trainable(self.model)
+            self.parameters = self._trainable()
             try:
                 yield
             finally:
@@ -270,7 +275,7 @@ class Engine:
 
     def require_same_parameters(self) -> None:
         """Refuse a model whose trainable parameters are not those that the engine was made for."""
-        current = checks.trainable(self.model)
+        current = self._trainable()
         if list(current) != list(self.parameters):
             raise Refusal(
                 "the set of trainable parameters has changed since the engine was made; make a new one after freezing "
@@ -296,7 +301,7 @@ class Engine:
         checks.require_gradient_mode()
         checks.require_inputs(batch)
         self.require_same_parameters()
-        state = checks.State.of(self.model, self.criterion, by_value=proving)
+        state = checks.State.of(self.model, self.criterion, self.sharding, by_value=proving)
         capture = Capture(
             self.parameters,
             [*state.constants.values(), *batches.shared_tensors(batch, batch_size)],
@@ -320,19 +325,31 @@ class Engine:
         """Compute the clipped sum of a captured forward pass."""
         checks.require_losses(run.losses, run.batch_size)
         is_counted = batches.full_mask(run.batch_size, mask, run.losses.device)
-        run, _, parts = self.parts(run, is_counted, evaluate, batch, kind=kind)
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            prepare(parts, self.costs)
-            return self.clip(parts, run.losses, is_counted, clip_norms)
+        with self.sharding.whole(self.model, lambda: self._reads_values(run, kind)) as reads:
+            run, plan, parts = self.parts(run, is_counted, evaluate, batch, kind=kind, reads=reads)
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False), reads or nullcontext():
+                prepare(parts, self.costs)
+                self.sharding.require_all_well()
+                clipped = self.clip(parts, run.losses, is_counted, clip_norms)
+            if reads is not None and reads.allowed:
+                self._note_reads(plan, found=reads.found)
+            return clipped
 
     @torch.enable_grad()
     def parts(
-        self, run: "Run", is_counted: Tensor, evaluate: Evaluate, batch: Any, *, kind: Any = None
+        self,
+        run: "Run",
+        is_counted: Tensor,
+        evaluate: Evaluate,
+        batch: Any,
+        *,
+        kind: Any = None,
+        reads: Reads | None = None,
     ) -> "tuple[Run, Plan, Parts]":
         """Return a plan for every parameter, and what the sites contribute to it; the run may have been made anew."""
         with faults.avoided():
             run, plan = self._settled(run, evaluate, batch, lambda run: self._plan(run, evaluate, batch, kind))
-            return run, plan, self.collect(run, plan, is_counted, evaluate, batch)
+            return run, plan, self.collect(run, plan, is_counted, evaluate, batch, reads=reads)
 
     @torch.enable_grad()
     def prove(self, evaluate: Evaluate, batch: Any, batch_size: int) -> "tuple[Run, Plan]":
@@ -354,10 +371,10 @@ class Engine:
                 with run.random_state.replayed():
                     run = self.record(evaluate, batch, run.batch_size)
 
-    def _plan(self, run: "Run", evaluate: Evaluate, batch: Any, kind: Any) -> Plan:
-        """Return the plan of forward passes of this kind; proven again at the 1st, 2nd, 16th, 256th... of them."""
+    def _kind(self, run: "Run", kind: Any) -> Any:
+        """Return a key that forward passes of one kind have in common."""
         unseen, reached = checks.unseen_parameters(run.losses, run.capture.sites, self.parameters)
-        key = (
+        return (
             kind,
             tuple(unseen),
             tuple(reached),
@@ -365,7 +382,23 @@ class Engine:
             signature(run.capture.sites, run.batch_size),
             tuple(module.training for module in self.model.modules()),
         )
-        constants = run.state.constants
+
+    def _reads_values(self, run: "Run", kind: Any) -> bool:
+        """Return whether the gradients of a run need values of parameters outside of its two passes, as proofs do."""
+        plan, uses, snapshot = self._plans.get(self._kind(run, kind), (None, 0, None))
+        if plan is None or snapshot is None or uses in PROOFS or not plan.proven:
+            return True
+        return plan.reads_values or bool(snapshot.left(run.state.readable_constants))
+
+    def _note_reads(self, plan: Plan, *, found: bool) -> None:
+        """Take note of whether the gradients of a plan were computed from values of parameters."""
+        for key, (other, uses, snapshot) in self._plans.items():
+            if other is plan:
+                self._plans[key] = replace(plan, reads_values=found), uses, snapshot
+
+    def _plan(self, run: "Run", evaluate: Evaluate, batch: Any, kind: Any) -> Plan:
+        """Return the plan of forward passes of this kind; proven again at the 1st, 2nd, 16th, 256th... of them."""
+        key, constants = self._kind(run, kind), run.state.readable_constants
         plan, uses, snapshot = self._plans.pop(key, (None, 0, None))
         left = [] if snapshot is None else snapshot.left(constants)
         if plan is None or snapshot is None or uses in PROOFS or not plan.proven or left:
@@ -412,12 +445,25 @@ class Engine:
             for x, before in buffers:
                 x.data.copy_(before)
 
-    def collect(self, run: "Run", plan: Plan, is_counted: Tensor, evaluate: Evaluate, batch: Any) -> Parts:
-        """Return what the sites contribute to every parameter, by one backward pass."""
-        parts = collect(run.capture.sites, plan, run.losses, is_counted, self.parameters)
-        if plan.whole:
-            parts |= self._whole_model_parts(run, plan, is_counted, evaluate, batch)
-        return parts
+    def collect(
+        self,
+        run: "Run",
+        plan: Plan,
+        is_counted: Tensor,
+        evaluate: Evaluate,
+        batch: Any,
+        *,
+        reads: Reads | None = None,
+    ) -> Parts:
+        """Return what the sites contribute to every parameter, by one backward pass, and watch reads from then on."""
+        with ExitStack() as stack:
+            after_backward = (lambda: None) if reads is None else (lambda: stack.enter_context(reads))
+            parts = collect(
+                run.capture.sites, plan, run.losses, is_counted, self.parameters, after_backward=after_backward
+            )
+            if plan.whole:
+                parts |= self._whole_model_parts(run, plan, is_counted, evaluate, batch)
+            return parts
 
     def _whole_model_parts(self, run: "Run", plan: Plan, is_counted: Tensor, evaluate: Evaluate, batch: Any) -> Parts:
         """Return the contributions to parameters that need gradients of the whole model, example by example."""
@@ -466,7 +512,9 @@ class Engine:
         is_usable = None if bool(norms.is_usable.all()) else norms.is_usable
         clip_norms_k = torch.tensor(chosen, dtype=norms.by_group.dtype, device=is_counted.device)
         factors = clipping.clip_factors(norms, clip_norms_k)
-        sums = clipping.clipped_sums(parts, bundles, factors, self.groups, self.parameters, is_usable)
+        sums = clipping.clipped_sums(
+            parts, bundles, factors, self.groups, self.parameters, is_usable, keep=self.sharding.summed
+        )
         return ClippedGradients.of(sums, norms.by_group, chosen, losses.detach(), is_counted)
 
     def _empty(self, clip_norms: ValidChoice) -> ClippedGradients:

@@ -5,7 +5,7 @@ points back, the steps have overshot, and the rate falls. In the second half of 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -60,7 +60,14 @@ class AutoStepSize:
         self._before: list[Tensor] | None = None
 
     def next_rate(
-        self, step: int, gradient: Sequence[Tensor], parameters: Sequence[Tensor], noise_power: float
+        self,
+        step: int,
+        gradient: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        noise_power: float,
+        *,
+        num_coordinates: int | None = None,
+        add_up: Callable[[Tensor], Tensor] = lambda values: values,
     ) -> float:
         """Return the learning rate of this step.
 
@@ -69,6 +76,8 @@ class AutoStepSize:
             gradient: The released gradient, one tensor per parameter.
             parameters: The parameters before the step.
             noise_power: The expected squared norm of the noise on the gradient.
+            num_coordinates: The number of elements of the whole gradient; by default those of ``gradient``.
+            add_up: Returns the sum of a small tensor over all ranks, where each has a part of the gradient.
         """
         if step == 0:
             first = FIRST / math.sqrt(self._num_steps * (1 + noise_power))
@@ -77,12 +86,13 @@ class AutoStepSize:
             self._direction = self._before = None  # not needed any more
             return self._rate * late_decay(step, self._num_steps)
         self._follow(parameters)
-        self._learn(gradient, noise_power)
+        size = sum(part.numel() for part in gradient) if num_coordinates is None else num_coordinates
+        self._learn(gradient, noise_power, size, add_up)
         self._before = [parameter.detach().clone() for parameter in parameters]
         return self._rate
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain data and tensors."""
+        """Return the state as plain data and tensors, those of ``direction`` and ``before`` one per parameter."""
         return {
             "rate": self._rate,
             "signal": self._signal,
@@ -105,19 +115,26 @@ class AutoStepSize:
             torch._foreach_lerp_(taken, self._direction, MEMORY)
         self._direction = list(taken)
 
-    def _learn(self, gradient: Sequence[Tensor], noise_power: float) -> None:
+    def _learn(
+        self,
+        gradient: Sequence[Tensor],
+        noise_power: float,
+        num_coordinates: int,
+        add_up: Callable[[Tensor], Tensor],
+    ) -> None:
         """Move the rate by the agreement of the gradient with the direction of the steps."""
         direction = self._direction
-        others = [] if direction is None else [_dot(gradient, direction), _dot(direction, direction).sqrt()]
-        squared, *products = torch.stack([_dot(gradient, gradient), *others]).tolist()  # one wait for the device
+        others = [] if direction is None else [_dot(gradient, direction), _dot(direction, direction)]
+        products = add_up(torch.stack([_dot(gradient, gradient), *others]))
+        squared, *along_and_length = torch.cat([products[:2], products[2:].sqrt()]).tolist()  # one wait for the device
         signal = squared - noise_power
         if not math.isfinite(signal):  # the average would not recover
             return
         self._signal = signal if self._signal is None else SIGNAL_MEMORY * self._signal + (1 - SIGNAL_MEMORY) * signal
-        if not products:
+        if not along_and_length:
             return
-        along, length = products
-        noise = math.sqrt(noise_power / sum(part.numel() for part in gradient))
+        along, length = along_and_length
+        noise = math.sqrt(noise_power / num_coordinates)
         scale = max(math.sqrt(max(self._signal, 0.0)), DOUBT * noise) * length
         agreement = max(-1.0, min(1.0, along / scale)) if scale > 0 and math.isfinite(along) else 0.0
         self._rate = min(self._rate * math.exp(SPEED * agreement), LARGEST)

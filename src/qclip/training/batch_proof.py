@@ -169,6 +169,11 @@ class FetchProof:
     def __init__(self, fetch: Fetch, engine: Engine, dataset_size: int) -> None:
         self._fetch, self._engine, self._dataset_size = fetch, engine, dataset_size
 
+    @property
+    def runs_the_model(self) -> bool:
+        """Whether the proof has to run the model: not for torch's default collate function."""
+        return not self._fetch.one_by_one
+
     def require_independent(self, indices: Sequence[int], losses: Evaluate, used: Any, loaded: Any) -> None:
         """Refuse a collate function, or a training loop, that mixes the examples of a batch.
 
@@ -179,7 +184,7 @@ class FetchProof:
             loaded: The batch that the loader yielded.
         """
         leaf_origins = origins(used, loaded)
-        if self._fetch.one_by_one:
+        if not self.runs_the_model:
             return
         used_leaves, structure = pytree.tree_flatten(used)
 

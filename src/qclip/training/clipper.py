@@ -1,6 +1,7 @@
 """The clipper: from a batch of the loader to its clipped gradients, with a proof of every stage between."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from qclip.engine import ClippedGradients, Engine
 from qclip.engine.batch import to_device_async
 from qclip.engine.compiled.driver import Compiled
 from qclip.training import rows
-from qclip.training.batch_proof import FetchProof
+from qclip.training.batch_proof import Evaluate, FetchProof
 from qclip.training.loader import Ticket, TicketLoader
 from qclip.training.losses import PerExample
 from qclip.training.sums import ClipNorms
@@ -70,12 +71,11 @@ class Clipper:
         """
         is_counted = ticket.is_counted(self._engine.device)
         gradients = self._clipped(self._placed(batch, ticket.num_slots), clip_norms, is_counted)
-        if self._newly_proven() is not None:
 
-            def losses(other: Any, num_examples: int) -> Tensor:
-                return self._evaluation.losses(self._placed(other, num_examples))
+        def losses(other: Any, num_examples: int) -> Tensor:
+            return self._evaluation.losses(self._placed(other, num_examples))
 
-            self._fetch_proof.require_independent(ticket.indices, losses, batch, ticket.batch)
+        self._prove_fetch(ticket, lambda _: (losses, batch))
         return gradients
 
     def clip_outputs(self, outputs: Any, targets: Any, ticket: Ticket, clip_norms: ClipNorms) -> ClippedGradients:
@@ -98,10 +98,30 @@ class Clipper:
         self._engine.proven = None  # a proof that `dataset_norms` left is not one of this batch
         is_counted = ticket.is_counted(self._engine.device)
         gradients = self._engine.finish(outputs, targets, criterion, clip_norms, mask=is_counted)
-        if (proven := self._newly_proven()) is not None:
+
+        def of_the_user(proven: Any) -> tuple[Evaluate, Any]:
             evaluate, used = proven
-            self._fetch_proof.require_independent(ticket.indices, lambda other, _: evaluate(other), used, ticket.batch)
+            return lambda other, _: evaluate(other), used
+
+        self._prove_fetch(ticket, of_the_user)
         return gradients
+
+    def _prove_fetch(self, ticket: Ticket, evaluation: Callable[[Any], tuple[Evaluate, Any]]) -> None:
+        """Prove how a batch was fetched, if the engine has just proven the model on it.
+
+        Args:
+            ticket: The ticket of the batch.
+            evaluation: Returns the losses of a batch, as a function, and the batch that was used, given the proof.
+        """
+        proven, self._engine.proven = self._engine.proven, None
+        proof, sharding = self._fetch_proof, self._engine.sharding
+        # Whether a fetch needs values of parameters is the same on all ranks; whether it is proven now may not be.
+        needed = sharding.whole(self._engine.model, lambda: proven is not None)
+        with needed if proof.runs_the_model else nullcontext():
+            if proven is not None:
+                losses, used = evaluation(proven)
+                proof.require_independent(ticket.indices, losses, used, ticket.batch)
+            sharding.require_all_well()
 
     def dataset_norms(self, loader: TicketLoader, chunk: int) -> np.ndarray:
         """Return the raw gradient norms of the whole data set at the current parameters, [num_examples, K]."""
@@ -123,8 +143,3 @@ class Clipper:
         batch = pytree.tree_map_only(Tensor, lambda tensor: to_device_async(tensor, self._engine.device), batch)
         k = self._evaluation.rows_per_example
         return batch if k == 1 else rows.split(batch, num_examples, k)
-
-    def _newly_proven(self) -> Any:
-        """Return the engine's proof since the last call, as (evaluate, batch), or None."""
-        proven, self._engine.proven = self._engine.proven, None
-        return proven

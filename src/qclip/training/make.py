@@ -165,20 +165,20 @@ def make_private(
     criterion = loss if loss is not None else per_example_loss
     if isinstance(model, nn.parallel.DistributedDataParallel) and distributed is not False:
         model = model.module  # its raw gradients are never computed, so it has nothing to synchronise
-    sharded = _gathered(model)
+    ranks = _ranks(distributed, model)
+    sharded = _sharded(model, ranks, compiled=compile is not False)
     engine = Engine(
         model,
         criterion=criterion if isinstance(criterion, nn.Module) and criterion is not model else None,
         groups=groups,
         data_independent_buffers=data_independent_buffers,
-        gathered=sharded is not None,
+        sharding=sharded,
     )
-    shards = sharded or Shards(engine.parameters)
+    shards = sharded or Shards(engine.parameters, ranks)
     if compile is not False and compile is not True:
         check.choice("compile", compile, MODES)
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     _check_optimizers(optimizers, shards.parameters)
-    ranks = _ranks(distributed, engine)
     shards.require_all(ranks.size)
     _check_choices(loss, per_example_loss, threshold, physical_batch_size)
     num_examples = examples_in(dataset)
@@ -235,16 +235,16 @@ def make_private(
     return training
 
 
-def _gathered(model: nn.Module) -> Shards | None:
-    """Gather the parameters of a model of `fully_shard`, and return its shards; None for other models."""
+def _sharded(model: nn.Module, ranks: Ranks, *, compiled: bool) -> Shards | None:
+    """Return the shards of a model of `fully_shard`; None for other models."""
     if not is_sharded(model):
         return None
-    from qclip.training.process_group import FullShards
+    from qclip.training.fully_sharded import sharded
 
-    return FullShards(model)
+    return sharded(model, ranks, compiled=compiled)
 
 
-def _ranks(distributed: Any, engine: Engine) -> Ranks:
+def _ranks(distributed: Any, model: nn.Module) -> Ranks:
     """Return the processes that share the run; torch.distributed is not imported for a single one."""
     if distributed is False or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         if distributed is None:
@@ -255,7 +255,7 @@ def _ranks(distributed: Any, engine: Engine) -> Ranks:
         raise check.refuse("distributed", distributed, "left out without an initialised process group", remedy)
     from qclip.training.process_group import ranks_of
 
-    return ranks_of(distributed, engine.device)
+    return ranks_of(distributed, next((x.device for x in model.parameters()), torch.device("cpu")))
 
 
 def _warn_of_launcher() -> None:

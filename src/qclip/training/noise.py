@@ -1,10 +1,10 @@
 """Noise: from a raw sum to a release. The sum carries its own sensitivity, so no caller can pass a wrong one."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qclip.engine.kernels import noise as kernel
 from qclip.theory import group_noise
-from qclip.training.sums import BoundedSum, NoisySum
+from qclip.training.sums import BoundedSum, NoisySum, Place
 
 CHUNK: Final = 2**16
 """Elements per random stream on a CPU, for any number of threads."""
@@ -25,6 +25,7 @@ def release(
     *,
     divisor: float = 1.0,
     dtypes: Mapping[Any, torch.dtype] | None = None,
+    places: Mapping[Any, Place] | None = None,
 ) -> NoisySum:
     """Add Gaussian noise to a sum and divide it: one Gaussian release at ``noise_multiplier``.
 
@@ -40,6 +41,8 @@ def release(
         * ``noise_multiplier`` 0: no noise is drawn or added, and nothing is rounded to a grid.
         * An unresolved sum is resolved first.
         * A sum that holds only some coordinates of a group gets the noise of the whole group (``group_dims``).
+        * Parts of tensors get the numbers that the whole tensors would get there, so that ranks with all parts make the
+          release of one process.
 
     Args:
         value: The raw sum.
@@ -47,6 +50,7 @@ def release(
         source: The random numbers.
         divisor: A public number, such as the expected batch size.
         dtypes: The dtype of each released tensor, by key; by default that of the raw tensor.
+        places: Where the raw tensors that are parts lie in the whole ones, by key.
 
     Returns:
         The noisy tensors, in the order and the shapes of the raw ones, and the standard deviations of their noise.
@@ -66,10 +70,11 @@ def release(
         raws = [value.tensors[key] for key in keys]
         stds_of_means = [stds[value.members[key]] / divisor for key in keys]
         spacings = [grid_spacing(std) for std in stds_of_means]
+        spans = [(places or {}).get(key, Place(0, raw.numel())) for key, raw in zip(keys, raws, strict=True)]
         if fused:
-            released = kernel.noisy_sums(raws, stds_of_means, spacings, 1 / divisor, source.words(), dtype)
+            released = kernel.noisy_sums(raws, stds_of_means, spacings, 1 / divisor, source.words(), dtype, spans)
         else:
-            released = noisy_sums(raws, stds_of_means, spacings, 1 / divisor, source.streams(), dtype)
+            released = noisy_sums(raws, stds_of_means, spacings, 1 / divisor, source.streams(), dtype, spans)
         noisy.update(zip(keys, released, strict=True))
     return NoisySum({key: noisy[key] for key in value.tensors}, stds, divisor)
 
@@ -152,6 +157,7 @@ def noisy_sums(
     scale: float,
     stream: Stream,
     dtype: torch.dtype,
+    places: Sequence[Place] | None = None,
 ) -> list[Tensor]:
     """Compute ``scale * raw + std * normal`` in float64, rounded to a multiple of ``spacing`` and then to ``dtype``.
 
@@ -163,33 +169,35 @@ def noisy_sums(
         stds: The standard deviation of the noise of each, after scaling.
         spacings: The grid spacing of each: a power of two.
         scale: A public factor.
-        stream: The random generator of each chunk.
+        stream: The random generator of each chunk of the whole tensors, one after another.
         dtype: The dtype of the result.
+        places: Where each sum lies in its whole tensor; by default it is whole.
 
     Returns:
         The noisy sums, in the shapes of the raw ones.
     """
     lengths = [raw.numel() for raw in raws]
+    places = [Place(0, length) for length in lengths] if places is None else places
     flat_raw = torch.cat([raw.detach().reshape(-1) for raw in raws]).to("cpu")
     flat_noisy = torch.empty(len(flat_raw), dtype=torch.promote_types(dtype, torch.float32))  # numpy has no bfloat16
     raw_array = flat_raw.to(torch.promote_types(flat_raw.dtype, torch.float32)).numpy()
     noisy_array = flat_noisy.numpy()
 
-    def fill(numbered: tuple[int, list[tuple[int, slice]]]) -> None:
-        number, pieces = numbered
-        start = pieces[0][1].start
-        normal = stream(number).standard_normal(pieces[-1][1].stop - start)
-        for k, piece in pieces:
-            values = normal[piece.start - start : piece.stop - start]
+    def fill(chunk: tuple[int, list[Piece]]) -> None:
+        number, pieces = chunk
+        normal = stream(number).standard_normal(pieces[-1].stop)
+        for piece in pieces:
+            k, here = piece.tensor, slice(piece.at, piece.at + piece.stop - piece.start)
+            values = normal[piece.start : piece.stop]
             # In units of the spacing: dividing by a power of two rounds nothing.
             values *= stds[k] / spacings[k]
-            values += np.multiply(raw_array[piece], scale / spacings[k], dtype=np.float64)
+            values += np.multiply(raw_array[here], scale / spacings[k], dtype=np.float64)
             values += 0.5
             np.floor(values, out=values)
             values *= spacings[k]
-            noisy_array[piece] = values
+            noisy_array[here] = values
 
-    chunks = list(enumerate(_chunks(lengths, stds)))
+    chunks = list(_chunks(lengths, stds, places))
     if (threads := min(torch.get_num_threads(), len(chunks))) > 1:
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(fill, chunks))  # numpy releases the GIL while it draws
@@ -201,19 +209,50 @@ def noisy_sums(
     return [tensor.view(raw.shape).data for tensor, raw in zip(noisy, raws, strict=True)]
 
 
-def _chunks(lengths: Sequence[int], stds: Sequence[float]) -> Iterator[list[tuple[int, slice]]]:
-    """Cut the flat elements into chunks, and each chunk into pieces of one standard deviation: (tensor, slice)."""
-    pieces: list[tuple[int, slice]] = []
-    start = 0
-    for _, with_one_std in itertools.groupby(range(len(lengths)), key=stds.__getitem__):
-        tensors = list(with_one_std)
-        end = start + sum(lengths[k] for k in tensors)
-        while start < end:
-            stop = min(end, start - start % CHUNK + CHUNK)
-            pieces.append((tensors[0], slice(start, stop)))
-            start = stop
-            if start % CHUNK == 0:
-                yield pieces
-                pieces = []
+class Piece(NamedTuple):
+    """Elements of one standard deviation inside a chunk."""
+
+    tensor: int
+    """The first tensor that the elements belong to."""
+    start: int
+    """The first element, counted from the start of the chunk."""
+    stop: int
+    at: int
+    """The place of the first element among the elements that are here."""
+
+
+def _chunks(
+    lengths: Sequence[int], stds: Sequence[float], places: Sequence[Place]
+) -> Iterator[tuple[int, list[Piece]]]:
+    """Cut the elements that are here into chunks of the whole tensors, one after another: (number, pieces)."""
+    number, pieces = 0, []
+    for k, start, stop, here in _spans(lengths, stds, places):
+        cuts = [start, *range((start // CHUNK + 1) * CHUNK, stop, CHUNK), stop]
+        for begin, end in pairwise(cuts):
+            if begin // CHUNK != number:
+                if pieces:
+                    yield number, pieces
+                number, pieces = begin // CHUNK, []
+            base = number * CHUNK
+            pieces.append(Piece(k, begin - base, end - base, here + begin - start))
     if pieces:
-        yield pieces
+        yield number, pieces
+
+
+def _spans(
+    lengths: Sequence[int], stds: Sequence[float], places: Sequence[Place]
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield stretches of one standard deviation without gaps: (tensor, start and stop in the whole, place here)."""
+    begin = here = 0
+    span: tuple[int, int, int, int] | None = None
+    for k, (length, place) in enumerate(zip(lengths, places, strict=True)):
+        start = begin + place.start
+        if span is not None and span[2] == start and stds[span[0]] == stds[k]:
+            span = (*span[:2], start + length, span[3])
+        else:
+            if span is not None:
+                yield span
+            span = (k, start, start + length, here)
+        begin, here = begin + place.whole, here + length
+    if span is not None:
+        yield span

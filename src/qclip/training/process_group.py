@@ -1,8 +1,11 @@
-"""The ranks of a torch.distributed process group. The only module that imports torch.distributed."""
+"""The ranks of a torch.distributed process group.
+
+The only module that imports torch.distributed: `fully_sharded` takes what it needs from here.
+"""
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -10,16 +13,20 @@ from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import empty as empty_dtensor
 
 from qclip._validate import Refusal
 from qclip.training.ranks import LostRank, Ranks
-from qclip.training.shards import Shards
 from qclip.training.sums import BoundedSum, RawSums
+
+__all__ = [
+    "DTensor", "FSDPModule", "GroupRanks", "Partial", "Replicate", "Shard", "dcp", "empty_dtensor", "joined",
+    "ranks_of",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -27,7 +34,7 @@ BUCKET: Final = 2**22
 """Elements that are added up in one collective; a larger tensor has one of its own."""
 LAST_WORDS: Final = timedelta(seconds=60)
 """How long a rank that has failed waits until the others have heard of it."""
-_FIELDS: Final = ("failed", "step", "released", "num_examples", "any_finite")
+_FIELDS: Final = ("failed", "flag", "step", "released", "num_examples", "any_finite")
 
 
 class GroupRanks(Ranks):
@@ -55,15 +62,24 @@ class GroupRanks(Ranks):
         return values[0]
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
-        flags = torch.tensor([float(flag)], device=self._device)
-        self._collective(lambda: dist.all_reduce(flags, group=self._group))
-        return bool(flags)
+        """Return whether the flag is set on any rank; raise if one has failed."""
+        return bool(self._columns(flag=flag)["flag"].any())
+
+    def add(self, values: Tensor) -> Tensor:
+        """Return the sum over the ranks."""
+        total = values.clone()
+        self._collective(lambda: dist.all_reduce(total, group=self._group))
+        return total
+
+    def everyones(self, value: T) -> list[T]:
+        """Return the values of all ranks."""
+        values: list[Any] = [None] * self.size
+        self._collective(lambda: dist.all_gather_object(values, value, group=self._group))
+        return values
 
     def require_same(self, facts: Mapping[str, Any]) -> None:
         """Refuse, by name, a fact that is not the same on all ranks; on all of them."""
-        everyones: list[Any] = [None] * self.size
-        self._collective(lambda: dist.all_gather_object(everyones, dict(facts), group=self._group))
+        everyones = self.everyones(dict(facts))
         expected = everyones[0]
         for rank, others in enumerate(everyones):
             for name in [*expected, *others]:
@@ -75,12 +91,12 @@ class GroupRanks(Ranks):
                         "their own"
                     )
 
-    def add_up(self, raw: RawSums, step: int, released: object) -> RawSums:
+    def add_up(self, raw: RawSums, step: int, released: object, *, only_slack: bool = False) -> RawSums:
         """Return the sums over all ranks: one small collective, then the sums."""
         facts = self._exchange(step, released, num_examples=raw.num_examples, any_finite=raw.any_finite)
         return replace(
             raw,
-            gradient=self._summed(raw.gradient),
+            gradient=self._summed(raw.gradient, lambda key: not only_slack or key.kind == "slack"),
             counts=None if raw.counts is None else self._summed(raw.counts),
             num_examples=int(facts["num_examples"].sum()),
             any_finite=facts["any_finite"].any(),
@@ -96,15 +112,31 @@ class GroupRanks(Ranks):
         except RuntimeError:  # they have left already
             return
 
-    def _exchange(self, step: int, released: object, *, num_examples: int, any_finite: Tensor) -> dict[str, Tensor]:
-        """Return what every rank says of its step, a column of [W] for each field; raise if one has failed."""
-        digest = int.from_bytes(hashlib.sha256(repr(released).encode()).digest()[:6], "big")  # exact in float64
-        table = self._table(step=step, released=digest, num_examples=num_examples, any_finite=any_finite)
+    def abort(self) -> None:
+        """Break the connection to the other ranks, which may wait in a collective that this one does not know."""
+        end = getattr(dist.distributed_c10d, "_abort_process_group", dist.destroy_process_group)
+        end(self._group)
+
+    def as_lost(self, error: BaseException) -> BaseException:
+        """Return a `LostRank` for an error of the backend, and other errors as they are."""
+        from_backend = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+        return _lost_rank(error) if from_backend else error
+
+    def _columns(self, **fields: Any) -> dict[str, Tensor]:
+        """Return what every rank says of itself, a column of [W] for each field; raise if one has failed."""
+        table = self._table(**fields)
         self._collective(lambda: dist.all_reduce(table, group=self._group))
         columns = dict(zip(_FIELDS, table.cpu().unbind(1), strict=True))
         if bool(columns["failed"].any()):
             rank = int(columns["failed"].argmax())
+            step = int(columns["step"][rank])
             raise LostRank(f"rank {rank} failed in step {step}, and its own message says why; nothing was released")
+        return columns
+
+    def _exchange(self, step: int, released: object, *, num_examples: int, any_finite: Tensor) -> dict[str, Tensor]:
+        """Return what every rank says of its step; raise if one has failed, or is not at the same step."""
+        digest = int.from_bytes(hashlib.sha256(repr(released).encode()).digest()[:6], "big")  # exact in float64
+        columns = self._columns(step=step, released=digest, num_examples=num_examples, any_finite=any_finite)
         for name, words in (("step", "is at another step"), ("released", "has released other values")):
             if bool((columns[name] != columns[name][0]).any()):
                 rank = int((columns[name] != columns[name][0]).int().argmax())
@@ -121,11 +153,11 @@ class GroupRanks(Ranks):
             table[self.rank, _FIELDS.index(name)] = value
         return table
 
-    def _summed(self, value: BoundedSum) -> BoundedSum:
-        """Add a sum up over the ranks; a large tensor in place."""
+    def _summed(self, value: BoundedSum, is_local: Callable[[Any], bool] = lambda _: True) -> BoundedSum:
+        """Add a sum up over the ranks, where it is still that of this rank; a large tensor in place."""
         assert value.all_finite is None, "a sum that is not resolved may have to be computed again"
         tensors = dict(value.tensors)
-        for keys in _buckets(tensors):
+        for keys in _buckets({key: x for key, x in tensors.items() if is_local(key)}):
             flat = (
                 tensors[keys[0]].reshape(-1)
                 if len(keys) == 1
@@ -141,10 +173,12 @@ class GroupRanks(Ranks):
         try:
             call()
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise LostRank(
-                f"another rank has ended or cannot be reached; its own message says why ({reason})"
-            ) from error
+            raise _lost_rank(error) from error
+
+
+def _lost_rank(error: BaseException) -> LostRank:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return LostRank(f"another rank has ended or cannot be reached; its own message says why ({reason})")
 
 
 def _buckets(tensors: Mapping[Any, Tensor]) -> Iterator[Sequence[Any]]:
@@ -172,107 +206,6 @@ def ranks_of(distributed: Any, device: torch.device) -> Ranks:
             "to use the default group where one is initialised"
         )
     return GroupRanks(group, device) if dist.get_world_size(group) > 1 else Ranks()
-
-
-class FullShards(Shards):
-    """The parameters of a model of `fully_shard` (FSDP2), whole on every rank between optimizer steps.
-
-    Each rank keeps its part for the optimizer. The whole parameters are gathered after every optimizer step and stay
-    until the next, so that the engine, its proofs and compiled steps see a plain model.
-
-    Args:
-        model: The model; from now on FSDP2 neither frees whole parameters by itself nor synchronises gradients.
-
-    Raises:
-        qclip.Refusal: If the parameters are sharded over a mesh of more than one dimension.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._parts: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for part in self._parts:
-            part.reshard()
-        super().__init__({name: p for name, p in model.named_parameters() if p.requires_grad})
-        for name, parameter in model.named_parameters():
-            if not isinstance(parameter, DTensor):
-                raise Refusal(f"{name!r} is not sharded, but others are; call fully_shard on the whole model, too")
-            if parameter.device_mesh.ndim != 1:
-                raise Refusal(
-                    f"{name!r} is sharded over a mesh of {parameter.device_mesh.ndim} dimensions; take a mesh of one "
-                    "dimension, which has all ranks of the run"
-                )
-        for part in self._parts:
-            part.set_requires_gradient_sync(False, recurse=False)
-            part.set_reshard_after_forward(False, recurse=False)
-            part.set_reshard_after_backward(False, recurse=False)
-        self.gather()
-
-    def require_all(self, num_ranks: int) -> None:
-        """Refuse a run on fewer ranks than the parameters are sharded over."""
-        for name, parameter in self.parameters.items():
-            if isinstance(parameter, DTensor) and parameter.device_mesh.size() != num_ranks:
-                raise Refusal(
-                    f"{name!r} is sharded over {parameter.device_mesh.size()} ranks, but the run has {num_ranks}: "
-                    "leave distributed= out, and shard over all ranks of the run"
-                )
-
-    def gather(self) -> None:
-        """Make the parameters of the model whole, at their current values, until the next optimizer step."""
-        for part in self._parts:
-            part.unshard()
-
-    def scatter(self) -> None:
-        """Leave each rank its part of the parameters."""
-        for part in self._parts:
-            part.reshard()
-
-    def follow(self, optimizer: Optimizer) -> None:
-        """Let go of the whole parameters after every step of the optimizer: they are out of date then."""
-        optimizer.register_step_post_hook(lambda *_: self.scatter())
-
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return the part of a whole tensor that belongs to this rank's part of a parameter; nothing is sent."""
-        return _part(whole, self.parameters[name])
-
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """Return the state of the model in whole tensors; on all ranks."""
-        self.scatter()
-        state = {name: _whole(x) for name, x in model.state_dict().items()}
-        self.gather()
-        return state
-
-    def load_model_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load a `model_state`."""
-        self.scatter()
-        model.load_state_dict({name: _part(state[name], like) for name, like in model.state_dict().items()})
-        self.gather()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer in whole tensors; on all ranks."""
-        return pytree.tree_map_only(Tensor, _whole, optimizer.state_dict())
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load an `optimizer_state`."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        parts = {
-            index: {
-                name: _part(x, parameters[index]) if isinstance(x, Tensor) and x.shape == parameters[index].shape else x
-                for name, x in values.items()
-            }
-            for index, values in state["state"].items()
-        }
-        optimizer.load_state_dict({**state, "state": parts})
-
-
-def _whole(x: Any) -> Any:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def _part(whole: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor cut as another is; as it is where that one is whole."""
-    if not isinstance(like, DTensor):
-        return whole
-    everywhere = DTensor.from_local(whole, like.device_mesh, [Replicate()], run_check=False)
-    return everywhere.redistribute(like.device_mesh, like.placements)
 
 
 @contextmanager

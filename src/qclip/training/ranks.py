@@ -28,8 +28,8 @@ class Ranks:
 
     Guarantees, also of the subclass for several processes:
         * `share` cuts a logical batch into disjoint shares, one for each rank, whose sizes differ by at most 1.
-        * `add_up`, `first` and `any` return the same values, bit for bit, on all ranks.
-        * If a rank calls `tell_failure`, `add_up` raises on all others.
+        * `add_up`, `add`, `first` and `any` return the same values, bit for bit, on all ranks.
+        * If a rank calls `tell_failure`, `add_up` and `any` raise on all others.
     """
 
     rank: int = 0
@@ -47,25 +47,41 @@ class Ranks:
         """Return the value of rank 0."""
         return value
 
+    def everyones(self, value: T) -> list[T]:
+        """Return the values of all ranks."""
+        return [value]
+
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
         return flag
 
+    def add(self, values: Tensor) -> Tensor:
+        """Return the sum of a small tensor over all ranks."""
+        return values
+
     def require_same(self, facts: Mapping[str, Any]) -> None:
         """Refuse, by name, a fact that is not the same on all ranks."""
 
-    def add_up(self, raw: RawSums, step: int, released: object) -> RawSums:
+    def add_up(self, raw: RawSums, step: int, released: object, *, only_slack: bool = False) -> RawSums:
         """Return the sums over all ranks.
 
         Args:
             raw: The sums of this rank, resolved.
             step: The number of the step, to see that all ranks are at the same one.
             released: The release of the step before, to see that all ranks have the same one.
+            only_slack: Whether the gradients of the parameters are sums over all ranks already.
         """
         return raw
 
     def tell_failure(self, step: int) -> None:
-        """Tell the other ranks, which may wait in `add_up`, that this one has failed."""
+        """Tell the other ranks, which may wait in `add_up` or `any`, that this one has failed."""
+
+    def abort(self) -> None:
+        """Break the connection to the other ranks, which may wait in a collective that this one does not know."""
+
+    def as_lost(self, error: BaseException) -> BaseException:
+        """Return a `LostRank` for an error that another rank has caused, and other errors as they are."""
+        return error
 
 
 def seed_sequence(seed: int | None, ranks: Ranks) -> np.random.SeedSequence:

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -85,6 +85,7 @@ class PrivateTraining:
             batch_size=plan.batch_size,
             noise=accounting.split(plan.noise_multiplier, threshold.share(conditions)),
             rescale_to_unit_norm=rescale_to_unit_norm,
+            places={Key("gradient", name): place for name, place in shards.places().items()},
         )
         self._threshold_state = threshold.start(len(engine.groups))
         self._records: list[StepRecord] = []
@@ -262,14 +263,19 @@ class PrivateTraining:
         Keep it as secret as the data until the run is complete: it holds a fingerprint of the data, and the seeds of
         sampling and noise, with which the noise could be subtracted. The state of a complete run holds neither.
         """
+        return self._whole_state(self._shards.collect)
+
+    def _whole_state(self, of_parameter: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
+        """Return the `state_dict`, with tensors that belong to parameters as ``of_parameter`` returns them."""
         self._guard.refuse_pending("the state is taken")
+        auto = self._step_size.state_dict() if isinstance(self._step_size, AutoStepSize) else None
         return {
             **self._identity(),
             "execution": self._execution() if self._engine.draws else None,
             "threshold_state": self._threshold_state,
             "history": [asdict(record) for record in self._records],
             "departure": self._departures.so_far(applied=self._guard.applied),
-            "auto_step_size": self._step_size.state_dict() if isinstance(self._step_size, AutoStepSize) else None,
+            "auto_step_size": None if auto is None else self._by_parameter(auto, of_parameter),
             "secrets": None if self.finished else self._secrets(),
         }
 
@@ -286,7 +292,7 @@ class PrivateTraining:
         self._engine.draws |= state["execution"] is not None
         self._departures.begin(state["departure"])
         if isinstance(self._step_size, AutoStepSize):
-            self._step_size.load_state_dict(state["auto_step_size"])
+            self._step_size.load_state_dict(self._by_parameter(state["auto_step_size"], self._shards.cut))
         secrets = state["secrets"]
         if secrets is None:
             return
@@ -300,32 +306,43 @@ class PrivateTraining:
         if secrets["random"] is not None:
             RandomState.from_state_dict(secrets["random"]).restore()
 
-    def save(self, path: str | os.PathLike[str], **others: Any) -> None:
+    def save(self, path: str | os.PathLike[str], *, sharded: bool = False, **others: Any) -> None:
         """Write a checkpoint of the run, its model, its optimizers, and other objects with a ``state_dict``, by name.
 
         The file is replaced atomically, and only its owner can read it. It holds the secrets of `state_dict`. Of
         several ranks, rank 0 writes it, and any number of ranks can resume from it. Call it on all of them.
+
+        Args:
+            path: The file.
+            sharded: Whether ``path`` is a folder, to which each rank writes its part of a model of `fully_shard`.
+            others: Other objects to save.
         """
-        state, model_state = self.state_dict(), self._shards.model_state(self._engine.model)
-        optimizer_states = checkpoint.optimizer_states(
-            self._optimizers, self._shards.optimizer_state, is_read=self._ranks.rank == 0
-        )
-        if self._ranks.rank > 0:
-            return
+        if sharded and not self._shards.hold_parts:
+            remedy = "leave it out: one file holds everything"
+            raise check.refuse("sharded", sharded, "False unless the model is one of fully_shard", remedy)
         content = {
-            "training": state,
-            "model": model_state,
-            "optimizers": optimizer_states,
+            "training": self._whole_state(self._shards.part if sharded else self._shards.collect),
+            "model": self._shards.model_state(self._engine.model, whole=not sharded),
+            "optimizers": checkpoint.optimizer_states(
+                self._optimizers,
+                lambda optimizer: self._shards.optimizer_state(optimizer, whole=not sharded),
+                is_read=self._ranks.rank == 0,
+            ),
             "others": {name: other.state_dict() for name, other in self._foreign(others).items()},
         }
-        checkpoint.write(path, content)
+        if sharded:
+            from qclip.training import sharded_checkpoint
+
+            sharded_checkpoint.write(path, content, self._ranks)
+        elif self._ranks.rank == 0:
+            checkpoint.write(path, content)
 
     def load(self, path: str | os.PathLike[str], **others: Any) -> None:
-        """Continue from a checkpoint of `save`, with the same other objects: bit for bit on a CPU.
+        """Continue from a checkpoint of `save`, a file or a folder, with the same other objects: bit for bit on a CPU.
 
         A file that is damaged, of a newer version, of another run or of other data is refused before anything changes.
         """
-        content = checkpoint.read(path, self._engine.device)
+        content = self._read(path)
         foreign = self._foreign(others)
         if set(content["others"]) != set(foreign):
             remedy = "pass the objects that were saved, under the same names"
@@ -340,10 +357,26 @@ class PrivateTraining:
             other.load_state_dict(content["others"][name])
         self.load_state_dict(content["training"])  # last, because it restores the global generators
 
+    def _read(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        device = self._engine.device
+        if not os.path.isdir(path):
+            return checkpoint.read(path, device)
+        from qclip.training import sharded_checkpoint
+
+        return sharded_checkpoint.read(path, device, self._ranks, self._shards.empty)
+
     def _foreign(self, others: Mapping[str, Any]) -> dict[str, Any]:
         """Return the objects that the run does not save itself."""
         own = (self, self._engine.model, *self._optimizers)
         return {name: other for name, other in others.items() if not any(other is owned for owned in own)}
+
+    def _by_parameter(self, state: Mapping[str, Any], change: Callable[[str, Tensor], Tensor]) -> dict[str, Any]:
+        """Return a state with its lists, which hold one tensor for each parameter, changed."""
+        names = list(self._engine.parameters)
+        return {
+            key: [change(name, x) for name, x in zip(names, value, strict=True)] if isinstance(value, list) else value
+            for key, value in state.items()
+        }
 
     def _secrets(self) -> dict[str, Any]:
         seed = self.loader.sampler.seed
@@ -371,7 +404,7 @@ class PrivateTraining:
 
     def _facts(self, seed: int | None) -> dict[str, Any]:
         """Return what must be the same on all ranks, by name."""
-        tensors = {**dict(self._engine.model.named_parameters()), **dict(self._engine.model.named_buffers())}
+        tensors = self._shards.replicated(self._engine.model)
         return {
             "torch": torch.__version__,
             "seed": seed,
@@ -463,7 +496,8 @@ class PrivateTraining:
 
     def _add_up(self, raw: RawSums) -> RawSums:
         """Return the sums over all ranks."""
-        return self._ranks.add_up(raw, len(self._records), self._records[-1:])
+        step, released = len(self._records), self._records[-1:]
+        return self._ranks.add_up(raw, step, released, only_slack=self._shards.sums_are_parts)
 
     def _apply(self, released: StepRelease) -> None:
         """Record a release, and write its gradient for the optimizers."""
@@ -494,10 +528,22 @@ class PrivateTraining:
             return at(self._step_size, step)
         powers = zip(released.noise_power, released.clip_norms, strict=True)
         noise_power = sum(power * (tau / released.scale) ** 2 for power, tau in powers)
-        parameters = self._engine.parameters
+        parameters = self._resident
         gradient = [released.noisy_gradient[name] for name in parameters]
-        rate = self._step_size.next_rate(step, gradient, list(parameters.values()), noise_power)
+        rate = self._step_size.next_rate(
+            step,
+            gradient,
+            list(parameters.values()),
+            noise_power,
+            num_coordinates=sum(self._rule.dims),
+            add_up=self._ranks.add if self._shards.sums_are_parts else lambda values: values,
+        )
         return self._ranks.first(rate)  # with other numbers of threads, ranks round inner products differently
+
+    @property
+    def _resident(self) -> dict[str, Tensor]:
+        """The parameters in the shapes of the released gradients."""
+        return self._shards.resident(self._engine.parameters)
 
     def _warn_if_lost(self, stacklevel: int) -> None:
         """Warn once per run, after the step: a warning that is turned into an error loses no step."""
@@ -507,7 +553,7 @@ class PrivateTraining:
 
     def _refuse_hopeless(self) -> None:
         """Refuse a step without a finite gradient if the model is at fault: its release would be noise alone."""
-        if not all(bool(p.isfinite().all()) for p in self._engine.parameters.values()):
+        if self._ranks.any(not all(bool(p.isfinite().all()) for p in self._resident.values())):
             raise Refusal(
                 "the gradients are not finite for any example, because the parameters are not finite: lower the "
                 "learning rate"
@@ -535,8 +581,12 @@ class PrivateTraining:
         except BaseException as error:
             self._logical = None
             self.loader.abandon()
-            if not isinstance(error, LostRank):
-                self._ranks.tell_failure(len(self._records))
+            cause = self._ranks.as_lost(error)
+            if not isinstance(cause, LostRank):
+                self._shards.tell_failure(len(self._records))
+            self._shards.recover()
+            if cause is not error:
+                raise cause from error
             raise
 
 

@@ -12,7 +12,7 @@ cost one Gaussian release at the noise multiplier of the run, which is what the 
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from qclip.engine import ClippedGradients
 from qclip.thresholds import Threshold
 from qclip.training import noise
 from qclip.training.answer import answer
-from qclip.training.sums import ClipNorms, Key, LogicalStep, Query, RawSums
+from qclip.training.sums import ClipNorms, Key, LogicalStep, Place, Query, RawSums
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class StepRule:
     """z and z', the noise multipliers of gradient and counts."""
     rescale_to_unit_norm: bool = False
     """Whether the released gradient is also divided by the clip norm of all groups together."""
+    places: Mapping[Key, Place] = field(default_factory=dict)
+    """Where the sums of this process lie in the whole gradients, if they are parts."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,8 @@ def release(state: StepState, raw: RawSums, query: Query, rule: StepRule, source
     """Add noise to the two sums of a step, and update the threshold with the result."""
     scale = raw.gradient.l2_bound if rule.rescale_to_unit_norm else 1.0  # public: it depends on clip norms only
     divisor = rule.batch_size * scale
-    noisy = noise.release(raw.gradient, rule.noise.gradient, source, divisor=divisor, dtypes=rule.dtypes)
+    places, dtypes = rule.places, rule.dtypes
+    noisy = noise.release(raw.gradient, rule.noise.gradient, source, divisor=divisor, dtypes=dtypes, places=places)
     counts = None if raw.counts is None else noise.release(raw.counts, rule.noise.counts, source)
     answered = answer(noisy, counts, raw, query, dims=rule.dims, batch_size=rule.batch_size)
     updated = rule.threshold.update(state.threshold, state.step, answered)

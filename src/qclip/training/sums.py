@@ -28,6 +28,14 @@ class Key(NamedTuple):
     owner: str | int = ""
 
 
+class Place(NamedTuple):
+    """The place of a part among the elements of a whole tensor, flat."""
+
+    start: int
+    whole: int
+    """The number of elements of the whole tensor."""
+
+
 @dataclass(frozen=True)
 class BoundedSum:
     """A raw sum over examples, with a bound on the contribution of one example to each group.

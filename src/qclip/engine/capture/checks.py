@@ -16,18 +16,19 @@ from torch.utils import _pytree as pytree
 from qclip._validate import Refusal
 from qclip.engine.capture import constants
 from qclip.engine.gradients.sites import Site
+from qclip.engine.sharding import Sharding
 
 # Classes of modules that torch.distributed makes, by name: importing it takes seconds.
 _DISTRIBUTED = {"FSDPModule": "fully_shard", "FullyShardedDataParallel": "FullyShardedDataParallel", "DDP": "replicate"}
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def unwrapped(model: nn.Module, *, gathered: bool = False) -> nn.Module:
+def unwrapped(model: nn.Module, *, may_be_sharded: bool = False) -> nn.Module:
     """Return the plain module: a compiled one is unwrapped, other wrappers are refused.
 
     Args:
         model: The model.
-        gathered: Whether parameters that `fully_shard` has sharded are whole whenever the model is used.
+        may_be_sharded: Whether the caller knows how to reach parameters that `fully_shard` has sharded.
     """
     if isinstance(model, torch._dynamo.OptimizedModule):
         model = model._orig_mod
@@ -36,7 +37,7 @@ def unwrapped(model: nn.Module, *, gathered: bool = False) -> nn.Module:
         raise Refusal(f"{name} synchronises raw gradients between processes; pass the module inside it (model.module)")
     for path, module in model.named_modules():
         maker = distributed_by(type(module))
-        if maker is not None and not (gathered and maker == "fully_shard"):
+        if maker is not None and not (may_be_sharded and maker == "fully_shard"):
             raise Refusal(
                 f"{_named(path, module)} is sharded or replicated by {maker}, which synchronises raw gradients "
                 f"between processes; that is not supported yet: make the model private without {maker}"
@@ -58,11 +59,11 @@ def _named(path: str, module: nn.Module) -> str:
     return f"{repr(path) if path else 'the model'} ({type(module).__name__})"
 
 
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+def trainable(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by name.
 
     Args:
-        model: The model.
+        named_parameters: The parameters of the model.
 
     Returns:
         The parameters that require gradients, in the order of the model.
@@ -70,7 +71,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     Raises:
         Refusal: If there are none, or if one has a dtype that cannot be clipped exactly, a gradient hook or no shape.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in named_parameters if p.requires_grad}
     if not parameters:
         raise Refusal("the model has no trainable parameters; set requires_grad=True on those to train")
     for name, parameter in parameters.items():
@@ -100,19 +101,33 @@ class State:
     tensors: Mapping[str, tuple[Tensor, int]]
     values: Mapping[str, Tensor] | None
     """Of the constants, to notice writes that do not raise the version: by ``.data``, and by torch's batch norm."""
+    sharding: Sharding
 
     @staticmethod
-    def of(model: nn.Module, criterion: nn.Module | None = None, *, by_value: bool = False) -> "State":
+    def of(
+        model: nn.Module,
+        criterion: nn.Module | None = None,
+        sharding: Sharding | None = None,
+        *,
+        by_value: bool = False,
+    ) -> "State":
         """Take note of the current state; ``by_value`` also copies the values of constants."""
-        tensors = {name: (x, x._version) for name, x in named_tensors(model, criterion)}
+        sharding = sharding or Sharding()
+        tensors = {name: (x, x._version) for name, x in named_tensors(model, criterion, sharding)}
         if not by_value:
-            return State(tensors, None)
-        return State(tensors, {name: constants.values(x) for name, (x, _) in tensors.items() if is_constant(name, x)})
+            return State(tensors, None, sharding)
+        values = {name: constants.values(x) for name, (x, _) in tensors.items() if is_constant(name, x)}
+        return State(tensors, values, sharding)
 
     @cached_property
     def constants(self) -> dict[str, Tensor]:
         """The tensors that training does not move, by name."""
         return {name: x for name, (x, _) in self.tensors.items() if is_constant(name, x)}
+
+    @property
+    def readable_constants(self) -> dict[str, Tensor]:
+        """The same, as they can be read between forward passes."""
+        return {name: self.sharding.readable(x) for name, x in self.constants.items()}
 
     def require_unmoved(self, model: nn.Module, criterion: nn.Module | None, allowed: Iterable[str]) -> None:
         """Refuse a forward pass that changed a parameter or buffer.
@@ -123,7 +138,7 @@ class State:
             allowed: Glob patterns of buffers that are declared to be independent of the data. Running statistics of
                 layers of torch follow the data, whatever is declared.
         """
-        for name, x in named_tensors(model, criterion):
+        for name, x in named_tensors(model, criterion, self.sharding):
             tensor, version = self.tensors.get(name, (None, 0))
             value = None if self.values is None else self.values.get(name)
             if tensor is x and x._version == version and (value is None or constants.same(value, constants.values(x))):
@@ -179,9 +194,11 @@ CRITERION: Final = "criterion."
 """The prefix of the names of a criterion's tensors."""
 
 
-def named_tensors(model: nn.Module, criterion: nn.Module | None = None) -> Iterable[tuple[str, Tensor]]:
+def named_tensors(
+    model: nn.Module, criterion: nn.Module | None = None, sharding: Sharding | None = None
+) -> Iterable[tuple[str, Tensor]]:
     """Yield the parameters and buffers of the model and of its criterion, by name."""
-    yield from model.named_parameters()
+    yield from (sharding or Sharding()).named_parameters(model)
     yield from model.named_buffers()
     if criterion is not None:
         yield from ((CRITERION + name, x) for name, x in named_tensors(criterion))

@@ -3,7 +3,7 @@
 Shapes: B batch size, K groups, N elements.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Final, NamedTuple
 
@@ -182,6 +182,7 @@ def clipped_sums(
     groups: Groups,
     parameters: Mapping[str, Tensor],
     mask: Tensor | None,
+    keep: Callable[[str, Tensor], Tensor] = lambda _, total: total,
 ) -> dict[str, Tensor]:
     """Return each parameter's sum over examples of gradient times factor.
 
@@ -192,20 +193,24 @@ def clipped_sums(
         groups: The partition of the parameters.
         parameters: The trainable parameters by name.
         mask: [B]; other examples are left out, even if they hold NaN. Without a mask all examples must be finite.
+        keep: Returns what is kept of a sum, as soon as it is known; called in the order of the parameters.
     """
-    sums: dict[str, Tensor] = {}
+    small: dict[str, Tensor] = {}
     for bundle in bundles:
         rows = bundle.rows if mask is None else keep_examples(bundle.rows, mask)
         total = weighted_rows(factors[bundle.group], rows)
         pieces = total.split(list(bundle.lengths.values()))
-        sums |= {
+        small |= {
             name: piece.to(sum_dtype(parameters[name])).view(parameters[name].shape)
             for name, piece in zip(bundle.lengths, pieces, strict=True)
         }
-    for name in parameters:
-        if name not in sums:
-            sums[name] = weighted_sum(name, parts[name], factors[groups.members[name]], mask, parameters)
-    return {name: sums[name] for name in parameters}
+
+    def total(name: str) -> Tensor:
+        if name in small:
+            return small.pop(name)
+        return weighted_sum(name, parts[name], factors[groups.members[name]], mask, parameters)
+
+    return {name: keep(name, total(name)) for name in parameters}
 
 
 def weighted_sum(

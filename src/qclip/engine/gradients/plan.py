@@ -42,6 +42,8 @@ class Plan:
     """Whether the proof holds for later batches of the kind; not if a site had no gradient, or data route rows."""
     moved: bool = False
     """Whether buffers and frozen parameters were perturbed in the proof: it then holds while they drift."""
+    reads_values: bool = True
+    """Whether gradients are computed from values of parameters after the backward pass; known for sharded models."""
 
     @property
     def why(self) -> str:

@@ -46,6 +46,7 @@ def noisy_sums(
     scale: float,
     words: tuple[int, int],
     dtype: torch.dtype,
+    places: Sequence[tuple[int, int]] | None = None,
 ) -> list[Tensor]:
     """Compute ``scale * raw + std * normal`` in float64, round to a multiple of ``spacing``, then to ``dtype``.
 
@@ -56,13 +57,15 @@ def noisy_sums(
         scale: The factor of all sums.
         words: 128 fresh secret bits: Philox's key, and the half of its counters that does not count.
         dtype: The precision of the results.
+        places: Where each sum lies in its whole tensor, as (first element, elements of the whole); by default it is
+            whole. A part gets the noise that the whole would get there.
     """
     device = raws[0].device
-    rows, starts, total = _table(tuple(raw.numel() for raw in raws), device)
+    rows, starts, total = _table(tuple(raw.numel() for raw in raws), device, None if places is None else tuple(places))
     memory = torch.empty(total, dtype=dtype, device=device)
     addresses = _addresses_of(tuple(raw.data_ptr() for raw in raws), device)
     values = to_device_async(_launch_values(words, stds, spacings, scale), device)
-    aligned = all(raw.data_ptr() % 16 == 0 for raw in raws)
+    aligned = all(raw.data_ptr() % 16 == 0 for raw in raws) and all(start % 4 == 0 for start, _ in places or ())
     with torch.cuda.device(device):
         kernel: Any = _add_noise
         arguments = rows, addresses, values, memory
@@ -83,19 +86,29 @@ def _launch_values(words: Sequence[int], stds: Sequence[float], spacings: Sequen
 
 
 @lru_cache(maxsize=16)
-def _table(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, list[int], int]:
-    """Return one row per program (tensor, offset in it, number of elements, offset in the output), and the layout.
+def _table(
+    lengths: tuple[int, ...], device: torch.device, places: tuple[tuple[int, int], ...] | None = None
+) -> tuple[Tensor, list[int], int]:
+    """Return one row per program, and the layout of the output.
 
-    The layout is the offset of each tensor in the output, and the output's length.
+    A row is (tensor, offset in it, first and last element to process, offset in the output, number of the program in
+    the whole tensors). Programs of a part begin where those of the whole begin, perhaps before the part does. The
+    layout is the offset of each tensor in the output, and the output's length.
     """
-    rows: list[tuple[int, int, int, int]] = []
+    rows: list[tuple[int, ...]] = []
     starts: list[int] = []
-    total = 0
+    total = number = 0
+    size = 4 * BLOCK
     for k, length in enumerate(lengths):
-        starts.append(total)
-        rows += [(k, at, min(4 * BLOCK, length - at), total + at) for at in range(0, length, 4 * BLOCK)]
-        total += -(-length // 64) * 64  # aligned
-    return torch.tensor(rows, dtype=torch.int64).to(device), starts, total
+        start, whole = (0, length) if places is None else places[k]
+        starts.append(total + start % 64)  # so that programs write to aligned places
+        for begin in range(start - start % size, start + length if length else 0, size):
+            at = begin - start
+            row = (k, at, max(0, -at), min(size, length - at), starts[k] + at, number + begin // size)
+            rows.append(row)
+        number += -(-whole // size)
+        total = -(-(starts[k] + length) // 64) * 64
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 6).to(device), starts, total
 
 
 @lru_cache(maxsize=16)
@@ -109,40 +122,41 @@ if triton is not None:
     @triton.jit
     def _add_noise(rows, addresses, values, memory, ALIGNED: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr):
         """Process one row of the table: four blocks of one tensor."""
-        program = tl.program_id(0)
-        tensor = tl.load(rows + 4 * program)
-        address = tl.load(addresses + tensor) + 4 * tl.load(rows + 4 * program + 1)
+        row = rows + 6 * tl.program_id(0)
+        tensor = tl.load(row)
+        address = tl.load(addresses + tensor) + 4 * tl.load(row + 1)
         raw = address.to(tl.pointer_type(tl.float32))
         if ALIGNED:  # tell the compiler, so that it reads 16 bytes at once
             raw = tl.multiple_of(raw, 16)
-        count = tl.load(rows + 4 * program + 2)
-        target = memory + tl.multiple_of(tl.load(rows + 4 * program + 3), 64)
+        first, last = tl.load(row + 2), tl.load(row + 3)
+        target = memory + tl.multiple_of(tl.load(row + 4), 64)
+        number = tl.load(row + 5).to(tl.int32)
         sizes = values.to(tl.pointer_type(tl.float64)) + 2 + 3 * tensor
-        if count == 4 * BLOCK:  # nearly always; a mask makes loads and stores narrow
-            _four_blocks(raw, target, count, values, program, sizes, True, FAST, BLOCK)
+        if last - first == 4 * BLOCK:  # nearly always; a mask makes loads and stores narrow
+            _four_blocks(raw, target, first, last, values, number, sizes, True, FAST, BLOCK)
         else:
-            _four_blocks(raw, target, count, values, program, sizes, False, FAST, BLOCK)
+            _four_blocks(raw, target, first, last, values, number, sizes, False, FAST, BLOCK)
 
     @triton.jit
     def _four_blocks(
-        raw, target, count, secret, program, sizes, WHOLE: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr
+        raw, target, first, last, secret, number, sizes, WHOLE: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr
     ):
         here = tl.arange(0, BLOCK)
         zero = here * 0
         # Loads are in flight while the noise is computed.
-        sums_1 = _get(raw, count, here, WHOLE)
-        sums_2 = _get(raw, count, BLOCK + here, WHOLE)
-        sums_3 = _get(raw, count, 2 * BLOCK + here, WHOLE)
-        sums_4 = _get(raw, count, 3 * BLOCK + here, WHOLE)
+        sums_1 = _get(raw, first, last, here, WHOLE)
+        sums_2 = _get(raw, first, last, BLOCK + here, WHOLE)
+        sums_3 = _get(raw, first, last, 2 * BLOCK + here, WHOLE)
+        sums_4 = _get(raw, first, last, 3 * BLOCK + here, WHOLE)
         key, upper = tl.load(secret), tl.load(secret + 1)
         third, fourth = zero + upper.to(tl.int32), zero + (upper >> 32).to(tl.int32)
-        a, b, c, d = tl.philox(key, here, zero + program, third, fourth)
+        a, b, c, d = tl.philox(key, here, zero + number, third, fourth)
         noise_1, noise_2 = _normals(a, b, FAST)
         noise_3, noise_4 = _normals(c, d, FAST)
-        _put(target, count, here, _on_grid(sums_1, noise_1, sizes), WHOLE)
-        _put(target, count, BLOCK + here, _on_grid(sums_2, noise_2, sizes), WHOLE)
-        _put(target, count, 2 * BLOCK + here, _on_grid(sums_3, noise_3, sizes), WHOLE)
-        _put(target, count, 3 * BLOCK + here, _on_grid(sums_4, noise_4, sizes), WHOLE)
+        _put(target, first, last, here, _on_grid(sums_1, noise_1, sizes), WHOLE)
+        _put(target, first, last, BLOCK + here, _on_grid(sums_2, noise_2, sizes), WHOLE)
+        _put(target, first, last, 2 * BLOCK + here, _on_grid(sums_3, noise_3, sizes), WHOLE)
+        _put(target, first, last, 3 * BLOCK + here, _on_grid(sums_4, noise_4, sizes), WHOLE)
 
     @triton.jit
     def _on_grid(sums, noise, sizes):
@@ -190,13 +204,13 @@ if triton is not None:
         return word.to(tl.uint32, bitcast=True).to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10
 
     @triton.jit
-    def _get(raw, count, at, WHOLE: tl.constexpr):
-        return tl.load(raw + at) if WHOLE else tl.load(raw + at, mask=at < count, other=0.0)
+    def _get(raw, first, last, at, WHOLE: tl.constexpr):
+        return tl.load(raw + at) if WHOLE else tl.load(raw + at, mask=(at >= first) & (at < last), other=0.0)
 
     @triton.jit
-    def _put(target, count, at, noisy, WHOLE: tl.constexpr):
+    def _put(target, first, last, at, noisy, WHOLE: tl.constexpr):
         rounded = noisy.to(tl.float32).to(target.dtype.element_ty)
         if WHOLE:
             tl.store(target + at, rounded)
         else:
-            tl.store(target + at, rounded, mask=at < count)
+            tl.store(target + at, rounded, mask=(at >= first) & (at < last))
