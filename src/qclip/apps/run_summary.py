@@ -40,6 +40,12 @@ class Summary:
     seconds: float
     task: str
     description: str
+    unit: str
+    """The unit of privacy, in words."""
+    details: list[str]
+    """How a table was read, what each column became, the model."""
+    schema: dict[str, Any] | None
+    """The schema of a table (`qclip.tables.Schema.from_dict`); None for other data."""
     examples: int
     batch_size: int
     """Expected batch size."""

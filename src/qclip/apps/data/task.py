@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from qclip.engine.proof.prover import in_evaluation
+from qclip.tables.examples import batch_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """A function of outputs and targets that returns one loss per example, [B]."""
@@ -47,6 +49,12 @@ class Task:
     defaults: Defaults
     description: str
     """One line: the number of examples, their content, the classes."""
+    unit: str = "an example"
+    """The unit of privacy, in words: what one more or one less of changes little."""
+    details: tuple[str, ...] = ()
+    """What else a user should know: how a file was read, what each column became, the model."""
+    schema: dict[str, Any] | None = None
+    """The schema of a table, as plain data."""
 
 
 def classification_losses(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -70,26 +78,32 @@ def classification(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
     return {"accuracy": accuracy, "loss": classification_losses(outputs, targets)}
 
 
-def scorer(held_out: TensorDataset, measure: Measure, *, chunk: int = 1000) -> Callable[[nn.Module], dict[str, float]]:
+def scorer(
+    held_out: TensorDataset,
+    measure: Measure,
+    *,
+    chunk: int = 1000,
+    finish: Callable[[dict[str, float]], dict[str, float]] = dict,
+) -> Callable[[nn.Module], dict[str, float]]:
     """Return a function that averages each metric over the held-out examples, ``chunk`` of them at a time.
 
-    It runs the model in evaluation mode and restores the mode of each module.
+    It runs the model in evaluation mode and restores the mode of each module. ``finish`` makes metrics of the averages.
     """
 
     def score(model: nn.Module) -> dict[str, float]:
         with in_evaluation(model):
-            return _means(model, held_out, measure, chunk)
+            return finish(_means(model, held_out, measure, chunk))
 
     return score
 
 
 @torch.no_grad()
 def _means(model: nn.Module, held_out: TensorDataset, measure: Measure, chunk: int) -> dict[str, float]:
-    inputs, targets = held_out.tensors
     first = next(model.parameters(), None)
-    device = inputs.device if first is None else first.device
+    device = held_out.tensors[0].device if first is None else first.device
     sums: dict[str, float] = {}
-    for x, y in zip(inputs.split(chunk), targets.split(chunk), strict=True):
+    for start in range(0, len(held_out), chunk):
+        x, y = batch_of(held_out, slice(start, start + chunk))
         for name, values in measure(model(x.to(device)), y.to(device)).items():
             sums[name] = sums.get(name, 0.0) + values.double().sum().item()
     return {name: value / len(held_out) for name, value in sums.items()}
