@@ -1,7 +1,7 @@
 """Any comma-separated file with a header, and a column of it to predict."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,12 +10,24 @@ import torch
 from torch import Tensor
 
 from qclip import _validate as check
-from qclip.apps.data import models, tables
+from qclip.apps.data import metrics, models, tables
 from qclip.apps.data.columns import MISSING, Column, Dropped, Encoding, Hashed, Interval, Magnitude, OneOf, number
-from qclip.apps.data.task import Defaults, Loss, Measure, Task, classification, classification_losses, hold_out, scorer
+from qclip.apps.data.task import (
+    Defaults,
+    Loss,
+    Measure,
+    Task,
+    classification,
+    classification_losses,
+    evaluator,
+    hold_out,
+    scorer,
+)
+from qclip.apps.run_summary import Evaluation
 
 MAX_CLASSES = 30
 """A target with more distinct values counts as a class only when its classes are given."""
+PUBLIC = ("the number of rows", "the names of the columns, and the kinds of those not declared")
 KINDS: dict[str, Encoding] = {"number": Magnitude(), "text": Hashed(), "drop": Dropped()}
 
 
@@ -57,9 +69,11 @@ def csv_file(
         held_out,
         partial(models.linear, inputs.shape[1], goal.outputs),
         goal.loss,
-        scorer(held_out, goal.measure),
+        scorer(held_out, goal.measure, whole=goal.whole),
         Defaults(batch_size=min(1024, math.ceil(len(train) / 3)), epochs=40),
         f"{len(train)} rows, {len(held_out)} held out (every 6th); {_columns_in_words(encodings)}; {goal.description}",
+        evaluator(held_out, goal.evaluation),
+        PUBLIC if classes is not None or goal.outputs == 1 else (*PUBLIC, f"the classes of {answer.name}"),
     )
 
 
@@ -129,6 +143,9 @@ class Goal:
     outputs: int
     loss: Loss
     measure: Measure
+    whole: Callable[[Tensor, Tensor], dict[str, float]] | None
+    """Returns the metrics that are no means over examples."""
+    evaluation: Callable[[Tensor, Tensor], Evaluation]
     description: str
 
 
@@ -152,7 +169,9 @@ def _class(column: Column, classes: Sequence[str] | None) -> Goal:
     listed = ", ".join(options.options)
     origin = "given" if classes is not None else "read from the file as public"
     description = f"{len(options.options)} classes ({origin}): {listed}"
-    return Goal(targets, len(options.options), classification_losses, classification, description)
+    whole = metrics.ranking if len(options.options) == 2 else None
+    evaluation = partial(metrics.evaluation, classes=options.options)
+    return Goal(targets, len(options.options), classification_losses, classification, whole, evaluation, description)
 
 
 def _distinct(column: Column) -> tuple[str, ...]:
@@ -175,9 +194,17 @@ def _number(column: Column, interval: Interval) -> Goal:
         errors = half * (outputs - targets).abs().squeeze(1)
         return {"mean_absolute_error": errors, "loss": _squared_errors(outputs, targets)}
 
+    def whole(outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        return metrics.fit(half * outputs, half * targets)
+
+    def evaluation(_: Tensor, targets: Tensor) -> Evaluation:
+        mean = targets.mean(0, keepdim=True).expand_as(targets)
+        guess = {name: float(values.mean()) for name, values in measure(mean, targets).items()} | whole(mean, targets)
+        return Evaluation(guess, [], [], "", [])
+
     targets = torch.from_numpy(interval.scaled(column)).float().unsqueeze(1)
     description = f"a number in {interval.low:g} .. {interval.high:g}"
-    return Goal(targets, 1, _squared_errors, measure, description)
+    return Goal(targets, 1, _squared_errors, measure, whole, evaluation, description)
 
 
 def _squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:

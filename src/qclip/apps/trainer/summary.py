@@ -2,6 +2,7 @@
 
 import math
 import platform
+from datetime import UTC, datetime
 
 import torch
 
@@ -25,15 +26,19 @@ def summarise(run: TrainerRun, *, exact: bool) -> Summary:
         private=plan.noise_multiplier > 0 and training.threshold.private,
         accuracy=run.held_out.get("accuracy"),
         held_out=run.held_out,
+        evaluation=run.evaluation,
         finished=training.finished,
         steps=done,
         num_steps=training.num_steps,
         seconds=round(run.seconds, 3),
         task=run.task.name,
         description=run.task.description,
+        public=list(run.task.public),
         examples=plan.dataset_size,
         batch_size=plan.batch_size,
+        sampling=plan.sampling,
         sample_rate=plan.sample_rate,
+        accountant=plan.accountant,
         noise_multiplier=plan.noise_multiplier,
         gradient_noise_multiplier=training.noise_multipliers.gradient,
         threshold=describe(training.threshold),
@@ -44,6 +49,7 @@ def summarise(run: TrainerRun, *, exact: bool) -> Summary:
         seeded=run.seeded,
         command=run.settings.command(),
         versions={"qclip": qclip.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
         certificate=certificate,
         certificate_refused=refused,
     )
