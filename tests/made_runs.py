@@ -75,6 +75,7 @@ def made_summary(**changes: Any) -> Summary:
             seconds=1.5,
             task="digits",
             description="small <images> & labels",
+            unit="any one example",
             public=["the number of rows"],
             examples=1000,
             batch_size=100,

@@ -58,6 +58,8 @@ class Summary:
     seconds: float
     task: str
     description: str
+    unit: str
+    """What the guarantee protects: "one example", or what else is added or removed at a time."""
     public: list[str]
     """What was read from the data and counts as public, in words."""
     examples: int

@@ -73,7 +73,7 @@ def csv_file(
         Defaults(batch_size=min(1024, math.ceil(len(train) / 3)), epochs=40),
         f"{len(train)} rows, {len(held_out)} held out (every 6th); {_columns_in_words(encodings)}; {goal.description}",
         evaluator(held_out, goal.evaluation),
-        PUBLIC if classes is not None or goal.outputs == 1 else (*PUBLIC, f"the classes of {answer.name}"),
+        public=PUBLIC if classes is not None or goal.outputs == 1 else (*PUBLIC, f"the classes of {answer.name}"),
     )
 
 

@@ -52,7 +52,9 @@ class Task:
     """One line: the number of examples, their content, the classes."""
     evaluate: Callable[[nn.Module], Evaluation] | None = None
     """Returns the details of a model's held-out result; None where there are none."""
-    public: tuple[str, ...] = ()
+    unit: str = "any one example"
+    """What the guarantee protects, in words."""
+    public: tuple[str, ...] = ("the number of examples",)
     """Facts that were read from the data and count as public, in words."""
 
 

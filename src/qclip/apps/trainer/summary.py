@@ -3,6 +3,7 @@
 import math
 import platform
 from datetime import UTC, datetime
+from importlib.metadata import version
 
 import torch
 
@@ -33,6 +34,7 @@ def summarise(run: TrainerRun, *, exact: bool) -> Summary:
         seconds=round(run.seconds, 3),
         task=run.task.name,
         description=run.task.description,
+        unit=run.task.unit,
         public=list(run.task.public),
         examples=plan.dataset_size,
         batch_size=plan.batch_size,
@@ -48,7 +50,12 @@ def summarise(run: TrainerRun, *, exact: bool) -> Summary:
         settings=run.settings.public(),
         seeded=run.seeded,
         command=run.settings.command(),
-        versions={"qclip": qclip.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        versions={
+            "qclip": qclip.__version__,
+            "torch": torch.__version__,
+            "dp-accounting": version("dp-accounting"),
+            "python": platform.python_version(),
+        },
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         certificate=certificate,
         certificate_refused=refused,
