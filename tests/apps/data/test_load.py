@@ -20,7 +20,7 @@ def test_unknown_names_are_refused_with_the_known_ones():
         "sst2-lora",
         "sst2-head",
     )
-    message = "name = 'cifar' must be one of 'digits', 'mnist', .*'sst2-head', or a path to a .csv or .csv.gz; check"
+    message = "name = 'cifar' must be one of 'digits', 'mnist', .*'sst2-head', or a path to a .csv, .tsv.*; check"
     with pytest.raises(ValueError, match=message):
         load("cifar")
 
@@ -36,7 +36,7 @@ def test_named_data_have_their_own_target(name, option):
 def test_folders_are_for_named_files(tmp_path):
     with pytest.raises(ValueError, match=r"data_dir = .* does not apply to 'digits'"):
         load("digits", data_dir=tmp_path)
-    with pytest.raises(ValueError, match=r"data_dir = .* does not apply to .* a .csv is read from its own path"):
+    with pytest.raises(ValueError, match=r"data_dir = .* does not apply to .* a table is read from its own path"):
         load(str(write_csv(tmp_path, flowers())), target="kind", data_dir=tmp_path)
 
 

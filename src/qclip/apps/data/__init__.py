@@ -12,6 +12,7 @@ from qclip.apps.data.images import digits, fashion_mnist, mnist
 from qclip.apps.data.sst2 import sst2
 from qclip.apps.data.task import Defaults, Task
 from qclip.apps.data.text import shakespeare
+from qclip.tables.reader import ENDINGS, is_table
 
 __all__ = ["NAMES", "Defaults", "Task", "load"]
 
@@ -46,18 +47,18 @@ def load(
     ['accuracy', 'loss']
 
     Args:
-        name: One of `NAMES`, or the path to a .csv or .csv.gz file with a header.
+        name: One of `NAMES`, or the path to a table with a header: .csv, .tsv, .txt (or .gz), .parquet.
         data_dir: Folder of the files of a named data set, or its parent; digits need none.
-        target: For a .csv, the column to predict.
-        classes: For a .csv, the classes of the target.
-        columns: For a .csv, the content of its columns (see `qclip.apps.data.csv_file`).
+        target: For a table, the column to predict.
+        classes: For a table, the classes of the target.
+        columns: For a table, the content of its columns (see `qclip.tables.Schema.of`).
 
     Raises:
         Refusal: The name is unknown, a file is missing or broken, or an argument does not apply to the data set.
     """
     if name not in NAMES:
-        if not name.endswith((".csv", ".csv.gz")):
-            bound = f"one of {', '.join(map(repr, NAMES))}, or a path to a .csv or .csv.gz"
+        if not is_table(name):
+            bound = f"one of {', '.join(map(repr, NAMES))}, or a path to a {', '.join(ENDINGS)} (or .gz)"
             raise check.refuse("name", name, bound, "check the spelling")
         _refuse_given(name, data_dir=data_dir)
         return csv_file(Path(name), target=target, classes=classes, columns=columns)
@@ -72,5 +73,5 @@ def _refuse_given(name: str, **arguments: object) -> None:
     """Refuse arguments that do not apply to this data set."""
     for argument, value in arguments.items():
         if value is not None:
-            reason = "a .csv is read from its own path" if name not in NAMES else "it has its own"
+            reason = "a table is read from its own path" if name not in NAMES else "it has its own"
             raise check.Refusal(f"{argument} = {value!r} does not apply to {name!r}: {reason}; leave {argument} out")

@@ -1,15 +1,18 @@
 """Adult, the census income data (Becker and Kohavi, 1996), encoded by its published schema."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from qclip.apps.data import files, models, tables
-from qclip.apps.data.columns import Dropped, Encoding, Interval, Magnitude, OneOf
+from qclip.apps.data import files, models
 from qclip.apps.data.task import Defaults, Task, classifier
+from qclip.tables.columns import Column
+from qclip.tables.encodings import Dropped, Encoding, Interval, Magnitude, OneOf
+from qclip.tables.reader import read_records
+from qclip.tables.table import Table
 
 
 def _options(text: str) -> OneOf:
@@ -71,9 +74,10 @@ def adult(data_dir: Path | None) -> Task:
 
 def _pairs(path: Path) -> TensorDataset:
     """Return inputs [N, F] with labels [N]."""
-    rows = [row for row in tables.read_rows(path) if not row.fields[0].startswith("|")]  # a remark in adult.test
-    columns = tables.columns([*SCHEMA, "income"], rows, path)
-    income = columns["income"]
-    income = replace(income, values=tuple(value.removesuffix(".") for value in income.values))  # adult.test has dots
-    inputs = tables.encode(columns, SCHEMA)
-    return TensorDataset(inputs, torch.from_numpy(INCOME.indices(income)))
+    records = read_records(path, separator=",")
+    rows = ((line, fields) for line, fields in records if not fields[0].startswith("|"))  # a remark in adult.test
+    table = Table.of_records([*SCHEMA, "income"], rows, str(path))
+    income = [value.removesuffix(".") for value in table["income"].texts()]  # adult.test has dots
+    inputs = np.hstack([encoding.encode(table[name]) for name, encoding in SCHEMA.items()]).astype(np.float32)
+    labels = INCOME.indices(Column.of_texts("income", income, table["income"].places))
+    return TensorDataset(torch.from_numpy(inputs), torch.from_numpy(labels))

@@ -19,6 +19,7 @@ from qclip.apps.data import Task
 from qclip.apps.run_folder import RunFolder
 from qclip.apps.run_summary import Evaluation
 from qclip.apps.trainer.settings import Settings, agreed, from_public
+from qclip.tables.reader import stem
 from qclip.training.dataset import dataset_size
 from qclip.training.make import make_private
 from qclip.training.ranks import Ranks, seed_sequence
@@ -129,7 +130,7 @@ def resume(given: Settings, folder: RunFolder, ranks: Ranks | None = None) -> Tr
 
 def free_folder(given: Settings) -> RunFolder:
     """Return the default folder: out/NAME, or the first of out/NAME-2, ... that holds no run."""
-    name = Path(given.data or "digits").name.removesuffix(".gz").removesuffix(".csv")
+    name = stem(Path(given.data or "digits"))
     folder, number = RunFolder(Path("out") / name), 1
     while folder.holds_run:
         number += 1

@@ -5,21 +5,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qclip.apps.data.columns import KNOTS, Column, Dropped, Hashed, Interval, Magnitude, OneOf
+from qclip.tables.columns import MISSING, Column
+from qclip.tables.encodings import KNOTS, YEARS, Date, Dropped, Hashed, Interval, Magnitude, OneOf, OrMissing, Words
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False).map(repr)
 COLOURS = ("red", "green", "blue")
+TIMES = st.datetimes().map(lambda at: f"{at:%d.%m.}{at.year:04d} {at:%H:%M}")
 CASES = [
     pytest.param(Magnitude(), NUMBERS, id="magnitude"),
     pytest.param(Interval(-3, 10), NUMBERS, id="interval"),
     pytest.param(Hashed(), st.text(), id="hashed"),
     pytest.param(OneOf(COLOURS), st.sampled_from(COLOURS), id="one-of"),
     pytest.param(Dropped(), st.text(), id="dropped"),
+    pytest.param(Words(), st.text(), id="words"),
+    pytest.param(Date("ymd"), st.dates().map(str), id="date"),
+    pytest.param(
+        Date("dmy", clock=True), st.datetimes().map(lambda at: f"{at:%d.%m.}{at.year:04d} {at:%H:%M}"), id="clock"
+    ),
+    pytest.param(OrMissing(Magnitude(), MISSING), NUMBERS | st.sampled_from(sorted(MISSING)), id="or-missing"),
 ]
 
 
 def column(values, name="x"):
-    return Column(name, tuple(values), tuple(range(2, 2 + len(values))))
+    return Column.of_texts(name, values, range(2, 2 + len(values)))
 
 
 @pytest.mark.parametrize(("encoding", "values"), CASES)
@@ -29,6 +37,7 @@ def test_no_row_has_a_say_in_how_another_is_encoded(encoding, values, data):
     together = encoding.encode(column(rows))
     alone = np.vstack([encoding.encode(column([row])) for row in rows])
     assert np.array_equal(together, alone)
+    assert together.shape == (len(rows), encoding.width)
     assert (np.linalg.norm(together, axis=1) <= 1 + 1e-12).all()
 
 
@@ -55,6 +64,24 @@ def test_a_hash_is_the_same_on_every_machine():
 def test_many_texts_are_told_apart():
     # 45 pairs of ten texts, each alike with probability 1/1024: fixed texts, so this does not vary.
     assert len({Hashed.places(f"value {k}") for k in range(10)}) == 10
+
+
+def test_the_parts_of_a_date():
+    encoded = Date("ymd", clock=True).encode(column(["2024-01-01T06:00", "2024-07-02"])) * 2
+    years, season, weekday, clock = np.split(encoded, np.cumsum([len(YEARS), 2, 7]), axis=1)
+    assert years @ YEARS == pytest.approx([2024, 2024.5])
+    assert season == pytest.approx(np.array([[1, 0], [-1, 0]]), abs=1e-12)
+    assert weekday.tolist() == [[1, 0, 0, 0, 0, 0, 0], [0, 1, 0, 0, 0, 0, 0]]  # a Monday and a Tuesday
+    assert clock == pytest.approx(np.array([[0, 1], [1, 0]]), abs=1e-12)
+
+
+def test_words_count_once_and_have_no_order():
+    first, second, third = Words().encode(column(["Fever, cough & fever", "COUGH fever", "cough"]))
+    assert np.array_equal(first, second)
+    assert np.linalg.norm(first) == pytest.approx(1)
+    assert sorted(np.flatnonzero(first)) == sorted(Words.place(word) for word in ("fever", "cough"))
+    assert first @ third == pytest.approx(0.5**0.5)
+    assert not Words().encode(column(["?!"])).any()
 
 
 @pytest.mark.parametrize(
