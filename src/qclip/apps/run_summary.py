@@ -1,7 +1,7 @@
 """The summary of a run, summary.json: its one definition, for writers and readers."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
@@ -20,6 +20,22 @@ class Certificate:
     """Confidence in the margins of the noisy fractions."""
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """The details of a held-out result, beside its metrics. Held-out examples are not protected."""
+
+    guess: dict[str, float]
+    """The metrics of the best constant guess: the shares of the classes, or the mean."""
+    classes: list[str]
+    """The names of the classes; empty for a number."""
+    confusion: list[list[int]]
+    """The number of examples of each class (row) that were predicted as each class (column)."""
+    positive: str
+    """The rarer of two classes, to which probabilities and average precision refer; else empty."""
+    calibration: list[list[float]]
+    """For each bin of predicted probabilities: their mean, the share that came true, their number."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """The settings, progress and results of a run. Released and held-out values only."""
@@ -32,6 +48,8 @@ class Summary:
     """Held-out accuracy; None where it is not among the metrics."""
     held_out: dict[str, float]
     """The last held-out score."""
+    evaluation: Evaluation | None
+    """The details of the last held-out score; None before it, or where the task has none."""
     finished: bool
     steps: int
     """Steps done."""
@@ -41,15 +59,17 @@ class Summary:
     task: str
     description: str
     unit: str
-    """The unit of privacy, in words."""
+    """What the guarantee protects: "one example", or what else is added or removed at a time."""
+    public: list[str]
+    """What was read from the data and counts as public, in words."""
     details: list[str]
-    """How a table was read, what each column became, the model."""
-    schema: dict[str, Any] | None
-    """The schema of a table (`qclip.tables.Schema.from_dict`); None for other data."""
+    """How a table was read, what each column became, the model; empty for other data."""
     examples: int
     batch_size: int
     """Expected batch size."""
+    sampling: str
     sample_rate: float
+    accountant: str
     noise_multiplier: float
     """Noise multiplier of gradient and counts together."""
     gradient_noise_multiplier: float
@@ -66,6 +86,8 @@ class Summary:
     """Whether the run began with a given seed."""
     command: str
     versions: dict[str, str]
+    date: str
+    """When the summary was written, UTC."""
     certificate: Certificate | None
     certificate_refused: str | None
     """Why a requested certificate was refused."""
@@ -80,6 +102,8 @@ class Summary:
         values = _checked(cls, content)
         if values["certificate"] is not None:
             values["certificate"] = Certificate(**_checked(Certificate, values["certificate"], "certificate."))
+        if values["evaluation"] is not None:
+            values["evaluation"] = Evaluation(**_checked(Evaluation, values["evaluation"], "evaluation."))
         return cls(**values)
 
 
@@ -108,4 +132,4 @@ def _fits(value: object, hint: Any) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, dict if hint is Certificate else get_origin(hint) or hint)
+    return isinstance(value, dict if is_dataclass(hint) else get_origin(hint) or hint)

@@ -1,12 +1,17 @@
 import re
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("matplotlib")
 
+from matplotlib.axes import Axes
+
 from made_runs import made_run
 from qclip.apps.report.compare import compare, constant_columns
-from qclip.apps.report.compare_page import write_comparison
+from qclip.apps.report.compare_page import _score_lines, write_comparison
+from qclip.apps.report.record import read
+from qclip.apps.report.style import new_figure
 
 
 @pytest.fixture
@@ -22,7 +27,7 @@ def test_rows_say_what_the_summaries_say(two):
     assert first == {
         "run": "flat", "task": "digits", "threshold": "PrivateQuantile", "p": "0.5", "groups": "1", "batch": "100",
         "steps": "40", "epochs": "4", "noise": "2", "epsilon": "3.163", "delta": "1e-05",
-        "accuracy": "0.39", "seconds": "1.5",
+        "accuracy": "0.39", "loss": "0.39", "last threshold": "1", "seconds": "1.5",
     }  # fmt: skip
     assert (second["groups"], second["steps"], second["epochs"], second["epsilon"]) == ("2", "20 of 400", "2", "2.237")
 
@@ -46,8 +51,19 @@ def test_each_run_is_compared_by_its_own_metric(tmp_path):
     found = compare([made_run(tmp_path / "a"), made_run(tmp_path / "b", metrics=("loss",))])
     assert found.metrics == ["accuracy", "loss"]
     first, second = found.rows()
-    assert (first["accuracy"], first["loss"]) == ("0.39", "")
+    assert (first["accuracy"], first["loss"]) == ("0.39", "0.39")  # every run also by its loss
     assert (second["accuracy"], second["loss"]) == ("", "0.39")
+
+
+def test_a_score_is_drawn_once_for_each_epsilon(tmp_path, monkeypatch):
+    """Epsilon is recorded on a grid, so that several scores have the same: their line would go up and down."""
+    drawn = []
+    monkeypatch.setattr(Axes, "plot", lambda ax, x, y, *rest, **style: drawn.append((list(x), list(y))))
+    record = read(made_run(tmp_path))
+    scores = [replace(record.scores[0], step=k, epsilon=[1.0, 1.0, 2.0][k], values={"loss": 3.0 - k}) for k in range(3)]
+    (_, by_epsilon) = new_figure(2)
+    _score_lines(*by_epsilon, replace(record, scores=tuple(scores)), "loss", "run", "red")
+    assert ([1.0, 2.0], [2.0, 1.0]) in drawn
 
 
 def test_settings_that_differ(tmp_path):
@@ -92,7 +108,7 @@ def test_the_page_overlays_all_runs_and_names_the_broken(two, tmp_path):
     runs = [*two, made_run(tmp_path / "open", private=False), tmp_path / "no<thing"]
     path = write_comparison(compare(runs), tmp_path / "new" / "page.html")
     html = re.sub(r"base64,[^\"]*", "", path.read_text(encoding="utf-8"))
-    assert html.count("<img") == 3
+    assert html.count("<img") == 4
     assert "<b>no&lt;thing</b> is left out" in html
     for shown in ("3 runs compared", "20 of 400", "infinite", "of a run without privacy", "median over the groups"):
         assert shown in html

@@ -13,6 +13,11 @@ def test_numbers_align_right_and_words_left():
     assert '<td class="number">12.5</td><td>word</td>' in html
 
 
+def test_the_header_of_a_column_of_numbers_aligns_right_too():
+    html = page.table(["n", "what", "nothing"], [["12.5", "word", ""], ["", "1", ""]])
+    assert '<th scope="col" class="number">n</th><th scope="col">what</th><th scope="col">nothing</th>' in html
+
+
 def test_an_image_lives_inside_the_page(tmp_path):
     picture = tmp_path / "p.png"
     picture.write_bytes(b"\x89PNG rest")

@@ -1,6 +1,7 @@
 """What `qclip train` does by default with a table whose classes are far from balanced."""
 
 import io
+import re
 import warnings
 from dataclasses import replace
 
@@ -80,6 +81,6 @@ def test_its_screen_says_it_on_the_way_and_at_the_end(lost, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("default")  # as outside of pytest
         assert TrainCommand(replace(lost.settings, seed=0), out=tmp_path / "run").run(console) == 0
-    on_the_way, at_the_end = console.file.getvalue().split("held-out accuracy │", maxsplit=1)
+    on_the_way, at_the_end = re.split(r"held-out accuracy +│", console.file.getvalue(), maxsplit=1)
     assert on_the_way.count("warning: the threshold is lost since step") == 1
     assert at_the_end.count("the threshold is lost since step") == 1

@@ -84,9 +84,12 @@ class TrainCommand:
             done = False
         if not done:
             _say_how_to_resume(console, folder)
+            if ranks.rank == 0 and training.history:
+                _write_report(console, folder)
             return 130
         if ranks.rank == 0:
             _say_result(console, run)
+            _write_report(console, folder)
         return 0
 
 
@@ -116,7 +119,7 @@ def _say_what(console: Console, run: "TrainerRun") -> None:
 
 
 def _unit(task: "Task") -> str:
-    hint = "" if task.schema is None or task.schema["unit"] is not None else "; if a person has several, name --unit"
+    hint = "" if task.schema is None or task.schema.unit is not None else "; if a person has several, name --unit"
     return f"the guarantee is for {task.unit}{hint}"
 
 
@@ -141,8 +144,10 @@ def _say_result(console: Console, run: "TrainerRun") -> None:
 
     summary = run.folder.summary()
     table = Table(show_header=False)
+    guess = {} if run.evaluation is None else run.evaluation.guess
     for name, value in run.held_out.items():
-        table.add_row(f"held-out {name}", f"{value:.4f}")
+        beside = f" ({guess[name]:.4f} by a constant guess)" if name in guess else ""
+        table.add_row(f"held-out {name.replace('_', ' ')}", f"{value:.4f}{beside}")
     spent = math.inf if summary.epsilon is None else summary.epsilon
     table.add_row("epsilon", f"{spent:.5g} at delta {summary.delta:.3g}" if summary.private else "infinite")
     table.add_row("tau at the end", span(run.training.history[-1].tau))
@@ -154,10 +159,13 @@ def _say_result(console: Console, run: "TrainerRun") -> None:
         table.add_row("no certificate", escape(summary.certificate_refused))
     table.add_row("seconds", f"{summary.seconds:.0f}")
     console.print(table)
+
+
+def _write_report(console: Console, folder: RunFolder) -> None:
     try:
         from qclip.apps.report.run import write_report
 
-        where = f"report: {write_report(run.folder.path)}"
+        where = f"report: {write_report(folder.path)}"
     except ModuleNotFoundError as missing:
-        where = f"no report: {missing.name} is not installed; pip install 'qclip[train]'; run: {run.folder.path}"
+        where = f"no report: {missing.name} is not installed; pip install 'qclip[train]'; run: {folder.path}"
     console.print(where, highlight=False, markup=False, soft_wrap=True)

@@ -67,7 +67,9 @@ def adult(data_dir: Path | None) -> Task:
         f"schema, 2 classes: {' and '.join(INCOME.options)}"
     )
     defaults = Defaults(batch_size=1024, epochs=20)
-    return classifier("adult", train, held_out, partial(models.linear, inputs, 2), defaults, description)
+    return classifier(
+        "adult", train, held_out, partial(models.linear, inputs, 2), defaults, description, classes=INCOME.options
+    )
 
 
 def _pairs(path: Path) -> TensorDataset:

@@ -17,6 +17,7 @@ BATCHES = (*(f"data_batch_{k}" for k in range(1, 6)), "test_batch")
 BINARY_FILES = tuple(f"{name}.bin" for name in BATCHES)
 MOSAIC_FILES = (*(f"{name}.webp" for name in BATCHES), "labels.npz")
 CHANNELS = 3
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SIDE = 32
 RECORD = 1 + CHANNELS * SIDE**2
 """Bytes of an image in a binary batch: its label, then red, green and blue."""
@@ -40,7 +41,7 @@ def cifar10(data_dir: Path | None) -> Task:
     shape = f"colour images of {SIDE} x {SIDE} pixels, {NUM_CLASSES} classes"
     description = f"{len(train)} {shape}, {len(held_out)} held out (the published test set)"
     defaults = Defaults(batch_size=1024, epochs=30)
-    return classifier("cifar10", train, held_out, models.cifar_cnn, defaults, description)
+    return classifier("cifar10", train, held_out, models.cifar_cnn, defaults, description, classes=CLASSES)
 
 
 def _read_binary(paths: Sequence[Path]) -> tuple[list[Bytes], list[Bytes]]:

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from qclip import _validate as check
-from qclip.apps.data import models
-from qclip.apps.data.task import HELD_OUT_EVERY, Defaults, Loss, Measure, Task, classification, scorer
+from qclip.apps.data import metrics
+from qclip.apps.data.task import HELD_OUT_EVERY, Defaults, Loss, Measure, Task, classification, evaluator, scorer
+from qclip.apps.run_summary import Evaluation
 from qclip.tables import Schema, read
 from qclip.tables.encodings import Date, Dropped, Hashed, Interval, Number, Words
 from qclip.tables.examples import ROWS_PER_UNIT, examples, is_held_out, mean_over_rows, rows_of_units
+from qclip.tables.models import HIDDEN, Kind, build
 from qclip.tables.reader import stem
 from qclip.tables.table import Table
 
-HIDDEN = 64
-"""The width of the perceptron's hidden layer."""
 BALANCED = "balanced"
+COLUMNS = "the names of the columns, and the kinds of those not declared"
 
 
 class TableOptions(TypedDict, total=False):
@@ -44,7 +45,7 @@ class TableOptions(TypedDict, total=False):
     """The column whose values name the units of privacy; a row is one where it is left out."""
     rows_per_unit: int | None
     """The most rows of a unit that count; 8 if left out."""
-    model: Literal["linear", "mlp"] | None
+    model: Kind | None
     """A linear model, or a perceptron with one hidden layer; linear if left out."""
     class_weights: Mapping[str, float] | Literal["balanced"] | None
     """The weight of each class in the loss; "balanced" needs ``class_shares``."""
@@ -85,26 +86,39 @@ def csv_file(path: Path, **options: Unpack[TableOptions]) -> Task:
     goal = _goal(schema, _weights(schema, options), given=classes is not None)
     split = _by_row(table, options.get("rows_per_unit")) if unit is None else _by_unit(schema, table, options)
     train, held_out = (examples(schema, table, rows) for rows in (split.train, split.held_out))
-    build, model_words = _model(schema, options.get("model"))
+    kind: Kind = options.get("model") or "linear"
+    check.choice("model", kind, MODELS)
     return Task(
         stem(path),
         train,
         held_out,
-        build,
+        partial(build, kind, schema.width, schema.outputs),
         goal.loss if unit is None else mean_over_rows(goal.loss),
-        scorer(held_out, goal.measure, finish=goal.finish),
+        scorer(held_out, goal.measure, whole=goal.whole),
         Defaults(batch_size=min(1024, math.ceil(len(train) / 3)), epochs=40),
         f"{split.description}; {_columns_in_words(schema)}; {goal.description}",
+        evaluator(held_out, goal.evaluation),
+        schema=schema,
+        architecture=kind,
         unit=split.unit,
+        public=_public(schema, given=classes is not None),
         details=(
             *(f"the file: {note}" for note in table.notes),
             *schema.describe(),
             *schema.remarks,
-            f"the model: {model_words}, {schema.width} inputs, {schema.outputs} outputs",
+            f"the model: {MODELS[kind]}, {schema.width} inputs, {schema.outputs} outputs",
             *([goal.weights] if goal.weights else []),
         ),
-        schema=schema.to_dict(),
     )
+
+
+MODELS: dict[Kind, str] = {"linear": "linear", "mlp": f"a perceptron with {HIDDEN} hidden units"}
+
+
+def _public(schema: Schema, *, given: bool) -> tuple[str, ...]:
+    """Return what was read from the file and counts as public."""
+    number = "the number of rows" if schema.unit is None else f"the number of different values of {schema.unit}"
+    return (number, COLUMNS, *([] if given or schema.classes is None else [f"the classes of {schema.target}"]))
 
 
 @dataclass(frozen=True)
@@ -147,24 +161,18 @@ def _by_unit(schema: Schema, table: Table, options: TableOptions) -> Split:
     return Split(train, np.flatnonzero(held[units]), description, words)
 
 
-def _model(schema: Schema, name: str | None) -> tuple[Callable[[], nn.Module], str]:
-    """Return what builds the model, and its name in words."""
-    if name == "mlp":
-        words = f"a perceptron with {HIDDEN} hidden units"
-        return partial(models.perceptron, schema.width, HIDDEN, schema.outputs), words
-    check.choice("model", name or "linear", ("linear", "mlp"))
-    return partial(models.linear, schema.width, schema.outputs), "linear"
-
-
 @dataclass(frozen=True)
 class Goal:
     """The loss of a row and the metrics of a target, and its description."""
 
     loss: Loss
     measure: Measure
+    whole: Callable[[Tensor, Tensor], dict[str, float]] | None
+    """Returns the metrics that are no means over examples."""
+    evaluation: Callable[[Tensor, Tensor], Evaluation]
     description: str
-    finish: Callable[[dict[str, float]], dict[str, float]] = dict
     weights: str = ""
+    """The weights of the classes, in words; empty where all are 1."""
 
 
 def _goal(schema: Schema, weights: Tensor | None, *, given: bool) -> Goal:
@@ -178,13 +186,15 @@ def _goal(schema: Schema, weights: Tensor | None, *, given: bool) -> Goal:
         listed = ", ".join(
             f"{name} {weight:.3g}" for name, weight in zip(schema.classes, weights.tolist(), strict=True)
         )
-        shown = f"weights of the classes in the loss: {listed}; probabilities are shifted by them"
+        shown = f"weights of the classes in the loss: {listed}; they shift the probabilities"
 
     def losses(outputs: Tensor, targets: Tensor) -> Tensor:
         each = nn.functional.cross_entropy(outputs, targets, reduction="none")
         return each if weights is None else each * weights.to(outputs.device)[targets]
 
-    return Goal(losses, classification, description, weights=shown)
+    whole = metrics.ranking if len(schema.classes) == 2 else None
+    evaluation = partial(metrics.evaluation, classes=schema.classes)
+    return Goal(losses, classification, whole, evaluation, description, shown)
 
 
 def _number(interval: Interval) -> Goal:
@@ -192,17 +202,18 @@ def _number(interval: Interval) -> Goal:
     half = (interval.high - interval.low) / 2
 
     def measure(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        errors, numbers = half * (outputs - targets).double().squeeze(1), half * targets.double().squeeze(1)
-        loss = _squared_errors(outputs, targets)
-        return {"error": errors.abs(), "square": errors**2, "number": numbers, "power": numbers**2, "loss": loss}
+        errors = half * (outputs - targets).abs().squeeze(1)
+        return {"mean_absolute_error": errors, "loss": _squared_errors(outputs, targets)}
 
-    def finish(means: dict[str, float]) -> dict[str, float]:
-        variance = means["power"] - means["number"] ** 2
-        metrics = {"mean_absolute_error": means["error"], "root_mean_squared_error": means["square"] ** 0.5}
-        # Without variance there is nothing to explain: 0, as of a constant.
-        return metrics | {"r2": 1 - means["square"] / variance if variance > 0 else 0.0, "loss": means["loss"]}
+    def whole(outputs: Tensor, targets: Tensor) -> dict[str, float]:
+        return metrics.fit(half * outputs, half * targets)
 
-    return Goal(_squared_errors, measure, interval.words, finish)
+    def evaluation(_: Tensor, targets: Tensor) -> Evaluation:
+        mean = targets.mean(0, keepdim=True).expand_as(targets)
+        guess = {name: float(values.mean()) for name, values in measure(mean, targets).items()} | whole(mean, targets)
+        return Evaluation(guess, [], [], "", [])
+
+    return Goal(_squared_errors, measure, whole, evaluation, interval.words)
 
 
 def _squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Images: scikit-learn's digits, MNIST and Fashion-MNIST."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from qclip.apps.data import files, models
 from qclip.apps.data.pixels import NUM_CLASSES, Bytes, check_labels, labelled
 from qclip.apps.data.task import Defaults, Task, classifier, hold_out
 
+DIGITS = tuple(map(str, range(10)))
+CLOTHES = (
+    "T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot",
+)  # fmt: skip
 IDX_FILES = (
     "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz",
     "t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz",
@@ -34,14 +39,14 @@ def digits() -> Task:
     description = f"{len(train)} digits of 8 x 8 pixels, {len(held_out)} held out (every 6th), 10 classes"
     model = partial(models.perceptron, 64, 64, NUM_CLASSES)
     defaults = Defaults(batch_size=256, epochs=30)
-    return classifier("digits", train, held_out, model, defaults, description)
+    return classifier("digits", train, held_out, model, defaults, description, classes=DIGITS)
 
 
 def mnist(data_dir: Path | None) -> Task:
     """Load MNIST, handwritten digits of 28 x 28 pixels."""
     source = "get the four idx files of the MNIST database (LeCun, Cortes and Burges) and name their folder"
     paths = files.find(data_dir, ("mnist",), IDX_FILES, source=source)
-    return _idx_task("mnist", paths, Defaults(batch_size=1024, epochs=15))
+    return _idx_task("mnist", DIGITS, paths, Defaults(batch_size=1024, epochs=15))
 
 
 def fashion_mnist(data_dir: Path | None) -> Task:
@@ -53,14 +58,14 @@ def fashion_mnist(data_dir: Path | None) -> Task:
     if data_dir is None and DEBIAN_FASHION_MNIST.is_dir():
         data_dir = DEBIAN_FASHION_MNIST
     paths = files.find(data_dir, ("fashion_mnist", "fashion-mnist"), IDX_FILES, source=source)
-    return _idx_task("fashion-mnist", paths, Defaults(batch_size=1024, epochs=15))
+    return _idx_task("fashion-mnist", CLOTHES, paths, Defaults(batch_size=1024, epochs=15))
 
 
-def _idx_task(name: str, paths: tuple[Path, ...], defaults: Defaults) -> Task:
+def _idx_task(name: str, classes: Sequence[str], paths: tuple[Path, ...], defaults: Defaults) -> Task:
     train, held_out = _pairs(*paths[:2]), _pairs(*paths[2:])
     shape = f"images of {SIDE} x {SIDE} pixels, {NUM_CLASSES} classes"
     description = f"{len(train)} {shape}, {len(held_out)} held out (the published test set)"
-    return classifier(name, train, held_out, models.mnist_cnn, defaults, description)
+    return classifier(name, train, held_out, models.mnist_cnn, defaults, description, classes=classes)
 
 
 def _pairs(image_file: Path, label_file: Path) -> TensorDataset:

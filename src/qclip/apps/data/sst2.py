@@ -51,7 +51,7 @@ def sst2(data_dir: Path | None, *, tuned: Tuned = "full") -> Task:
     name = "sst2" if tuned == "full" else f"sst2-{tuned}"
     build = partial(_model, folder, tuned)
     defaults = Defaults(batch_size=1024, epochs=10)
-    return classifier(name, train, held_out, build, defaults, description, chunk=250)
+    return classifier(name, train, held_out, build, defaults, description, classes=("negative", "positive"), chunk=250)
 
 
 def _model(folder: Path, tuned: Tuned) -> nn.Module:

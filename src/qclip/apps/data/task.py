@@ -1,15 +1,18 @@
 """Tasks: data, a fresh model, a loss, held-out metrics, and settings that work."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
+from qclip.apps.data import metrics
+from qclip.apps.run_summary import Evaluation
 from qclip.engine.proof.prover import in_evaluation
+from qclip.tables import Schema, models
 from qclip.tables.examples import batch_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -49,12 +52,18 @@ class Task:
     defaults: Defaults
     description: str
     """One line: the number of examples, their content, the classes."""
-    unit: str = "an example"
-    """The unit of privacy, in words: what one more or one less of changes little."""
+    evaluate: Callable[[nn.Module], Evaluation] | None = None
+    """Returns the details of a model's held-out result; None where there are none."""
+    schema: Schema | None = None
+    """What the columns of a table became; None for other data."""
+    architecture: models.Kind = "linear"
+    """The kind of model, where there is a schema."""
+    unit: str = "any one example"
+    """What the guarantee protects, in words."""
+    public: tuple[str, ...] = ("the number of examples",)
+    """Facts that were read from the data and count as public, in words."""
     details: tuple[str, ...] = ()
-    """What else a user should know: how a file was read, what each column became, the model."""
-    schema: dict[str, Any] | None = None
-    """The schema of a table, as plain data."""
+    """What else to say of the data: how a file was read, what each column became, the model."""
 
 
 def classification_losses(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -82,31 +91,59 @@ def scorer(
     held_out: TensorDataset,
     measure: Measure,
     *,
+    whole: Callable[[Tensor, Tensor], dict[str, float]] | None = None,
     chunk: int = 1000,
-    finish: Callable[[dict[str, float]], dict[str, float]] = dict,
 ) -> Callable[[nn.Module], dict[str, float]]:
     """Return a function that averages each metric over the held-out examples, ``chunk`` of them at a time.
 
-    It runs the model in evaluation mode and restores the mode of each module. ``finish`` makes metrics of the averages.
+    It runs the model in evaluation mode and restores the mode of each module.
+
+    Args:
+        held_out: The held-out examples.
+        measure: Returns metrics that are means over examples.
+        whole: Returns further metrics, of the outputs and targets of all examples.
+        chunk: The number of examples that go through the model at once.
     """
 
     def score(model: nn.Module) -> dict[str, float]:
-        with in_evaluation(model):
-            return finish(_means(model, held_out, measure, chunk))
+        sums: dict[str, float] = {}
+        kept = []
+        for outputs, targets in _outputs(model, held_out, chunk):
+            for name, values in measure(outputs, targets).items():
+                sums[name] = sums.get(name, 0.0) + values.double().sum().item()
+            if whole is not None:
+                kept.append((outputs.cpu(), targets.cpu()))
+        means = {name: value / len(held_out) for name, value in sums.items()}
+        return means if whole is None else means | whole(*_joined(kept))
 
     return score
 
 
-@torch.no_grad()
-def _means(model: nn.Module, held_out: TensorDataset, measure: Measure, chunk: int) -> dict[str, float]:
+def evaluator(
+    held_out: TensorDataset, evaluation: Callable[[Tensor, Tensor], Evaluation], *, chunk: int = 1000
+) -> Callable[[nn.Module], Evaluation]:
+    """Return a function that evaluates the outputs and targets of all held-out examples."""
+
+    def evaluate(model: nn.Module) -> Evaluation:
+        return evaluation(*_joined([(x.cpu(), y.cpu()) for x, y in _outputs(model, held_out, chunk)]))
+
+    return evaluate
+
+
+def _outputs(model: nn.Module, held_out: TensorDataset, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield outputs and targets of the held-out examples, in evaluation mode, on the device of the model."""
     first = next(model.parameters(), None)
     device = held_out.tensors[0].device if first is None else first.device
-    sums: dict[str, float] = {}
     for start in range(0, len(held_out), chunk):
         x, y = batch_of(held_out, slice(start, start + chunk))
-        for name, values in measure(model(x.to(device)), y.to(device)).items():
-            sums[name] = sums.get(name, 0.0) + values.double().sum().item()
-    return {name: value / len(held_out) for name, value in sums.items()}
+        with torch.no_grad(), in_evaluation(model):
+            outputs = model(x.to(device))
+        yield outputs, y.to(device)
+
+
+def _joined(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    outputs, targets = zip(*pairs, strict=True)
+    return torch.cat(outputs), torch.cat(targets)
 
 
 def classifier(
@@ -117,11 +154,14 @@ def classifier(
     defaults: Defaults,
     description: str,
     *,
+    classes: Sequence[str] = (),
     chunk: int = 1000,
 ) -> Task:
-    """Return a classification task, scored on ``chunk`` held-out examples at a time."""
-    score = scorer(held_out, classification, chunk=chunk)
-    return Task(name, train, held_out, build_model, classification_losses, score, defaults, description)
+    """Return a classification task, scored on ``chunk`` held-out examples at a time; with names of its classes."""
+    whole = metrics.ranking if len(classes) == 2 else None
+    score = scorer(held_out, classification, whole=whole, chunk=chunk)
+    evaluate = evaluator(held_out, partial(metrics.evaluation, classes=classes), chunk=chunk) if classes else None
+    return Task(name, train, held_out, build_model, classification_losses, score, defaults, description, evaluate)
 
 
 def hold_out(inputs: Tensor, targets: Tensor) -> tuple[TensorDataset, TensorDataset]:

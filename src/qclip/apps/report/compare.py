@@ -9,6 +9,7 @@ from qclip.apps.report import words
 from qclip.apps.report.record import Record, read, short_names
 
 TableRow = dict[str, str]
+COMPARED = ("auc", "loss")
 UNCOMPARED = ("out", "command", "resume")
 """Settings that differ between any two runs without explaining a difference."""
 
@@ -22,8 +23,10 @@ class RunComparison:
 
     @property
     def metrics(self) -> list[str]:
-        """The held-out metrics to compare by: the first of each run."""
-        return list(dict.fromkeys(name for record in self.runs.values() for name in record.metrics[:1]))
+        """The held-out metrics to compare by: the first of each run, and those of `COMPARED`."""
+        runs = self.runs.values()
+        first = [name for record in runs for name in record.metrics[:1]]
+        return list(dict.fromkeys([*first, *(name for name in COMPARED if any(name in run.metrics for run in runs))]))
 
     def rows(self) -> list[TableRow]:
         """Return a row of text per run, without columns that no run fills."""
@@ -61,7 +64,8 @@ class RunComparison:
             "noise": words.number(summary.noise_multiplier),
             "epsilon": words.epsilon(record.epsilon),
             "delta": words.number(summary.delta),
-            **{name: words.number(record.last(name)) if name in record.metrics[:1] else "" for name in self.metrics},
+            **{name.replace("_", " "): words.number(record.last(name)) for name in self.metrics},
+            "last threshold": words.taus(record),
             "seconds": words.number(summary.seconds),
         }
 

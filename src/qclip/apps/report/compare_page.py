@@ -13,9 +13,10 @@ from matplotlib.ticker import MaxNLocator
 
 from qclip.apps.report import page
 from qclip.apps.report.compare import RunComparison
-from qclip.apps.report.figures import FEW, SCALE, WIDTH, line_marker, log_axis, running_mean, window
+from qclip.apps.report.figures import FEW, SCALE, WIDTH, line_marker, log_axis, picture, running_mean, window
+from qclip.apps.report.page import caption
 from qclip.apps.report.record import Record
-from qclip.apps.report.run import STYLE, caption, picture
+from qclip.apps.report.run import STYLE
 from qclip.apps.report.style import CYCLE, label, new_figure
 
 Runs = Mapping[str, Record]
@@ -45,7 +46,7 @@ def _body(comparison: RunComparison) -> Iterator[str]:
         yield page.definitions((key.replace("_", " "), text) for key, text in differences.items())
     colors = _colors(runs)
     for metric in comparison.metrics:
-        yield from _scores({name: run for name, run in runs.items() if metric in run.metrics[:1]}, colors, metric)
+        yield from _scores({name: run for name, run in runs.items() if metric in run.metrics}, colors, metric)
     yield from _thresholds({name: record for name, record in runs.items() if len(record.steps)}, colors)
     yield from _unclipped({name: record for name, record in runs.items() if record.asked}, colors)
 
@@ -71,8 +72,9 @@ def _score_lines(by_epsilon: Axes, by_step: Axes, record: Record, metric: str, n
     scores = [score for score in record.scores if metric in score.values]
     values = [score.values[metric] for score in scores]
     by_step.plot([score.step for score in scores], values, ".-", color=color, linewidth=1.3, markersize=4, label=name)
-    if record.private:
-        by_epsilon.plot([score.epsilon for score in scores], values, ".-", color=color, linewidth=1.3, markersize=4)
+    if record.private:  # epsilon is recorded on a grid: of scores at one epsilon the last, which paid for it
+        last = {score.epsilon: value for score, value in zip(scores, values, strict=True)}
+        by_epsilon.plot(list(last), list(last.values()), ".-", color=color, linewidth=1.3, markersize=4)
     else:
         by_epsilon.axhline(values[-1], linestyle="--", color=color, linewidth=1.1)
 

@@ -1,5 +1,9 @@
 """The figures of a run: threshold, unclipped fraction, costs, learning rate, epsilon and held-out scores."""
 
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
@@ -9,8 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from qclip._validate import Floats
+from qclip.apps.report.page import image
 from qclip.apps.report.record import Record
-from qclip.apps.report.style import BLUE, CYCLE, ORANGE, RED, label, new_figure
+from qclip.apps.report.style import BLUE, CYCLE, ORANGE, RED, label, new_figure, save
 
 WIDTH, HEIGHT = 8.4, 3.0
 FEW = len(CYCLE)
@@ -103,6 +108,27 @@ def held_out(record: Record) -> Figure:
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         label(ax, "epoch" if by_epoch else "steps done", metric.replace("_", " "))
     return figure
+
+
+def calibration(bins: Sequence[Sequence[float]]) -> Figure:
+    """Draw the share that came true against the predicted probability; a bin is (mean, share, number)."""
+    figure, (ax,) = new_figure(width=4.2, height=3.4)
+    mean, share, count = np.array(bins).T
+    ax.plot([0, 1], [0, 1], "--", color="black", linewidth=0.9)
+    ax.plot(mean, share, "-", color=BLUE, linewidth=1.0)
+    ax.scatter(mean, share, s=12 + 90 * count / count.max(), color=BLUE, zorder=3)
+    ax.set_xlim(-0.03, 1.03)
+    ax.set_ylim(-0.03, 1.03)
+    label(ax, "predicted probability", "share that came true")
+    return figure
+
+
+def picture(figure: Figure, alternative: str) -> str:
+    """Return a figure embedded in a page."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "figure.png"
+        save(figure, path)
+        return image(path, alternative)
 
 
 def budget_of(record: Record) -> float | None:

@@ -12,7 +12,8 @@ h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin:
 p.lead, p.facts { color: #55606b; } p.facts { font-size: .85rem; }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { text-align: left; padding: .35rem .6rem; border-bottom: 1px solid #e3e7eb; vertical-align: top; }
-th { font-weight: 600; color: #55606b; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
+div.scroll { overflow-x: auto; margin: .5rem 0; } table.narrow { width: auto; }
+th { font-weight: 600; color: #55606b; } .number { text-align: right; font-variant-numeric: tabular-nums; }
 dl { display: grid; grid-template-columns: 7rem 1fr; gap: .15rem .8rem; margin: .6rem 0; }
 dt { color: #55606b; } dd { margin: 0; }
 code { font-size: .88em; background: #f2f4f6; padding: 0 .25em; border-radius: 3px; }
@@ -36,15 +37,38 @@ def tag(verdict: str) -> str:
     return f'<span class="tag {escape(verdict)}">{escape(verdict)}</span>'
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of HTML fragments; cells that begin with a digit align right."""
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
-    lines = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, narrow: bool = False) -> str:
+    """Return a table of HTML fragments, which scrolls where the page is too narrow for it.
+
+    Cells that begin with a digit align right, and so does the header of a column of them.
+
+    Args:
+        header: The names of the columns, as text.
+        rows: The cells, as HTML.
+        narrow: Whether the table is only as wide as its content.
+    """
+    rows = [list(row) for row in rows]
+    columns = [[row[k] for row in rows if row[k]] for k in range(len(header))]
+    numeric = [bool(column) and all(map(_is_number, column)) for column in columns]
+    head = "".join(
+        f'<th scope="col"{_class(right)}>{escape(cell)}</th>' for cell, right in zip(header, numeric, strict=True)
+    )
+    lines = "".join("<tr>" + "".join(f"<td{_class(_is_number(x))}>{x}</td>" for x in row) + "</tr>" for row in rows)
+    kind = ' class="narrow"' if narrow else ""
+    return f'<div class="scroll"><table{kind}><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
 
 
-def _cell(text: str) -> str:
-    return f'<td class="number">{text}</td>' if text[:1].isdigit() else f"<td>{text}</td>"
+def _is_number(cell: str) -> bool:
+    return cell[:1].isdigit()
+
+
+def _class(is_number: bool) -> str:
+    return ' class="number"' if is_number else ""
+
+
+def caption(*sentences: str) -> str:
+    """Return the caption of a figure, from sentences in HTML; empty ones are left out."""
+    return f'<p class="caption">{" ".join(filter(None, sentences))}</p>'
 
 
 def image(path: Path, alternative: str) -> str:

@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
-from matplotlib.figure import Figure
 
-from qclip.apps.report import figures, page, words
+from qclip.apps.report import figures, page, privacy, results, words
+from qclip.apps.report.figures import picture
+from qclip.apps.report.page import caption
 from qclip.apps.report.record import Record, read
-from qclip.apps.report.style import save
 from qclip.apps.run_folder import RunFolder
 
 STYLE = """<style>
@@ -18,6 +17,7 @@ STYLE = """<style>
 .headline div { color: #55606b; font-size: .85rem; } .headline b { display: block; color: #1d2329; font-size: 1.7rem; }
 p.note { border-left: 3px solid #d9822b; padding: .1rem .8rem; background: #fdf6ee; }
 dl { grid-template-columns: 12rem 1fr; } p.caption { max-width: 50rem; margin: .2rem 0 .4rem; }
+h3 { font-size: 1rem; margin: 1.2rem 0 .3rem; }
 table.wide { font-size: .8rem; } .wide th, .wide td { padding: .3rem .4rem; }
 summary { color: #2563a8; cursor: pointer; } pre { background: #f2f4f6; padding: .6rem .8rem; white-space: pre-wrap; }
 </style>"""
@@ -50,32 +50,20 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     return path
 
 
-def picture(figure: Figure, alternative: str) -> str:
-    """Return a figure embedded in the page."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "figure.png"
-        save(figure, path)
-        return page.image(path, alternative)
-
-
-def caption(*sentences: str) -> str:
-    """Return the caption of a figure, from sentences in HTML; empty ones are left out."""
-    return f'<p class="caption">{" ".join(filter(None, sentences))}</p>'
-
-
 def _body(record: Record) -> Iterator[str]:
     summary = record.summary
     yield f"<h1>Training on {escape(summary.task)}</h1>"
     yield f'<p class="lead">{escape(summary.description)}</p>'
     yield _headline(record)
     yield from (f'<p class="note">{note}</p>' for note in _notes(record))
+    yield from results.section(record)
+    yield from privacy.section(record)
     if len(record.steps):
         yield from _threshold(record)
         yield from _unclipped(record)
         yield from _costs(record)
         yield from _learning_rate(record)
         yield from _epsilon(record)
-    yield from _held_out(record)
     yield from _certificate(record)
     yield from _facts(record)
 
@@ -208,26 +196,9 @@ def _learning_rate(record: Record) -> Iterator[str]:
 def _epsilon(record: Record) -> Iterator[str]:
     if not record.private:
         return
-    delta = words.number(record.summary.delta)
     yield "<h2>Privacy spent</h2>"
-    yield caption(
-        "Adding or removing any one example makes no output of the run more than",
-        f"e<sup>ε</sup> times as likely, except with probability δ = {delta}.",
-        "Each step spends a little. Dots: the steps at which epsilon was computed.",
-    )
+    yield caption("Each step spends a little. Dots: the steps at which epsilon was computed.")
     yield picture(figures.epsilon_spent(record), "epsilon spent against steps")
-
-
-def _held_out(record: Record) -> Iterator[str]:
-    yield "<h2>Held-out scores</h2>"
-    if not record.metrics:
-        yield caption("No score was recorded.")
-        return
-    yield caption(
-        "Measured on examples that took no part in training. The privacy guarantee covers the training examples, not",
-        "these.",
-    )
-    yield picture(figures.held_out(record), "held-out metrics over the run")
 
 
 def _certificate(record: Record) -> Iterator[str]:
@@ -269,4 +240,4 @@ def _facts(record: Record) -> Iterator[str]:
     yield f"<h2>Settings</h2>{page.definitions(shown)}"
     yield f"<h2>Command</h2><pre>{escape(summary.command)}</pre>"
     versions = ", ".join(f"{name} {version}" for name, version in summary.versions.items())
-    yield f'<p class="facts">{escape(versions)}</p>'
+    yield f'<p class="facts">{escape(versions)}; {escape(summary.date)}</p>'

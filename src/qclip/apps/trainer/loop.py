@@ -110,6 +110,7 @@ def _step_line(run: TrainerRun, raw_loss: float) -> dict[str, Any]:
 
 def _score(run: TrainerRun, screen: Screen, done: int) -> None:
     run.held_out = _held_out(run)
+    run.evaluation = None if run.task.evaluate is None else run.task.evaluate(run.model)
     epoch = done // run.training.steps_per_epoch
     line = {"step": done, "epoch": epoch, "held_out": run.held_out, "epsilon": run.training.epsilon_curve(done)}
     run.folder.append(line)

@@ -17,6 +17,7 @@ from qclip import thresholds
 from qclip.apps import data
 from qclip.apps.data import Task
 from qclip.apps.run_folder import RunFolder
+from qclip.apps.run_summary import Evaluation
 from qclip.apps.trainer.settings import Settings, agreed, from_public
 from qclip.tables.examples import NO_CLASS, batch_of
 from qclip.tables.reader import stem
@@ -47,6 +48,8 @@ class TrainerRun:
     folder: RunFolder
     held_out: dict[str, float] = field(default_factory=dict)
     """The last held-out score."""
+    evaluation: Evaluation | None = None
+    """Its details."""
     seconds_before: float = 0.0
     """The time spent before the run was resumed."""
     began: float = field(default_factory=monotonic)
@@ -120,6 +123,7 @@ def resume(given: Settings, folder: RunFolder, ranks: Ranks | None = None) -> Tr
     folder.truncate(len(run.training.history))
     scores = folder.scores()
     run.held_out = scores[-1]["held_out"] if scores else {}
+    run.evaluation = summary.evaluation
     run.seconds_before = summary.seconds
     run.seeded = summary.seeded
     return run

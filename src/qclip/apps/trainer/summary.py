@@ -2,6 +2,8 @@
 
 import math
 import platform
+from datetime import UTC, datetime
+from importlib.metadata import version
 
 import torch
 
@@ -25,6 +27,7 @@ def summarise(run: TrainerRun, *, exact: bool) -> Summary:
         private=plan.noise_multiplier > 0 and training.threshold.private,
         accuracy=run.held_out.get("accuracy"),
         held_out=run.held_out,
+        evaluation=run.evaluation,
         finished=training.finished,
         steps=done,
         num_steps=training.num_steps,
@@ -32,11 +35,13 @@ def summarise(run: TrainerRun, *, exact: bool) -> Summary:
         task=run.task.name,
         description=run.task.description,
         unit=run.task.unit,
+        public=list(run.task.public),
         details=list(run.task.details),
-        schema=run.task.schema,
         examples=plan.dataset_size,
         batch_size=plan.batch_size,
+        sampling=plan.sampling,
         sample_rate=plan.sample_rate,
+        accountant=plan.accountant,
         noise_multiplier=plan.noise_multiplier,
         gradient_noise_multiplier=training.noise_multipliers.gradient,
         threshold=describe(training.threshold),
@@ -46,7 +51,13 @@ def summarise(run: TrainerRun, *, exact: bool) -> Summary:
         settings=run.settings.public(),
         seeded=run.seeded,
         command=run.settings.command(),
-        versions={"qclip": qclip.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        versions={
+            "qclip": qclip.__version__,
+            "torch": torch.__version__,
+            "dp-accounting": version("dp-accounting"),
+            "python": platform.python_version(),
+        },
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
         certificate=certificate,
         certificate_refused=refused,
     )
