@@ -78,7 +78,8 @@ def examples(schema: Schema, table: Table, rows: NDArray[np.intp]) -> TensorData
         rows: The rows, [examples]; or those of each unit, [units, K], -1 where there is none.
     """
     used, cells = rows[rows >= 0], torch.from_numpy(np.flatnonzero(rows.ravel() >= 0))
-    targets = _targets(schema, table.take(used), rows, cells)
+    answers = Table({schema.target: table.column("target", schema.target).take(used)}, table.source)
+    targets = _targets(schema, answers, rows, cells)
     if rows.size * schema.width <= _DENSE:
         inputs = torch.zeros(rows.size, schema.width)
         inputs[cells] = schema.inputs(table, used)
@@ -135,20 +136,16 @@ def batch_of(dataset: TensorDataset, index: Any) -> tuple[Tensor, Tensor]:
 def _nonzero(schema: Schema, table: Table, rows: NDArray[np.intp], cells: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Return the places and the values of the inputs of some rows that are not 0, [size, m], each row in its cell."""
     dtype = torch.int16 if schema.width < 2**15 else torch.int32
-    blocks = []
+    places, values, done = torch.zeros(size, 1, dtype=dtype), torch.zeros(size, 1), 0
     for block in schema.blocks(table, rows):
         most = max(1, int((block != 0).sum(1).max()))
-        places = block.abs().topk(most, dim=1, sorted=False).indices
-        blocks.append((places.to(dtype), block.gather(1, places)))
-    most = max(values.shape[1] for _, values in blocks)
-    places, values = torch.zeros(size, most, dtype=dtype), torch.zeros(size, most)
-    done = 0
-    for k, (own_places, own_values) in enumerate(blocks):
-        blocks[k] = (torch.empty(0), torch.empty(0))  # what is copied is let go
-        own = cells[done : done + len(own_values)]
-        places[own, : own_places.shape[1]] = own_places
-        values[own, : own_values.shape[1]] = own_values
-        done += len(own_values)
+        if most > values.shape[1]:  # usually in the first block only
+            places, values = (torch.nn.functional.pad(each, (0, most - each.shape[1])) for each in (places, values))
+        own_places = block.abs().topk(most, dim=1, sorted=False).indices
+        own = cells[done : done + len(block)]
+        places[own, :most] = own_places.to(dtype)
+        values[own, :most] = block.gather(1, own_places)
+        done += len(block)
     return places, values
 
 
