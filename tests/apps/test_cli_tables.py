@@ -55,12 +55,12 @@ def test_an_export_trains_as_it_is_with_patients_as_units(capsys, ward, tmp_path
         "the file: separated by semicolons", "the file: read as cp1252", "the file: decimal commas in temperatur",
         "rückfall: the target, one of 2 classes: ja, nein", "patient: names the units of privacy; no input",
         "temperatur: a number of unknown size", "station: a category, hashed", "aufnahme: a date (day, month, year)",
-        "befund: free text, as hashed words", "the model: linear", "units (patient) of at most 8 rows",
-        "the guarantee is for all rows of one patient (at most 8 of them count)",
+        "befund: free text, as hashed words", "the model: linear", "units (patient) of at most 4 rows",
+        "the guarantee is for all rows of one patient (at most 4 of them count)",
     )  # fmt: skip
     assert [words for words in said if words not in out] == []
     summary = RunFolder(tmp_path / "run").summary()
-    assert summary.unit == "all rows of one patient (at most 8 of them count)"
+    assert summary.unit == "all rows of one patient (at most 4 of them count)"
     assert summary.public[0] == "the number of different values of patient"
     assert 100 < summary.examples < 150
     assert summary.delta == 1 / (10 * summary.examples)

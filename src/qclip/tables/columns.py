@@ -75,6 +75,10 @@ class Column:
         """Return the number of distinct values."""
         return len(self.distinct()[0]) if self.is_text else len(np.unique(self.values))
 
+    def is_constant(self) -> bool:
+        """Return whether all values are the same."""
+        return bool((self.values == self.values[0]).all())
+
     def texts(self) -> list[str]:
         """Return every value as a text; whole numbers have no decimals."""
         return list(self._texts())
@@ -118,8 +122,8 @@ class Column:
             return np.full(len(self), np.nan)
         if not self.is_text:
             return self.values
-        read = self.each(lambda value: number(value, self.decimal), object)
-        return np.array([math.nan if each is None else each for each in read], dtype=np.float64)
+        read = (number(value, self.decimal) for value in self.values)  # not by `distinct`: most numbers differ
+        return np.fromiter((math.nan if each is None else each for each in read), dtype=np.float64, count=len(self))
 
     def _said_nan(self) -> NDArray[np.bool_]:
         if not self.is_text:

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from qclip.tables.schema import Schema
 from qclip.tables.table import Table
 
-ROWS_PER_UNIT = 8
+ROWS_PER_UNIT = 4
 """The most rows of a unit that count. Their losses are averaged, so that more cost time, but no epsilon."""
 HELD_OUT_SHARE = 6
 """One unit in so many is held out."""

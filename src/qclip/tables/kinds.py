@@ -73,12 +73,12 @@ def guessed(column: Column, spellings: Iterable[str]) -> Encoding:
 
 
 def _guessed_text(known: Column) -> Encoding:
+    if _are_numbers(known):
+        if all(value.lstrip("+-").isdigit() for value in known.values) and known.num_distinct() == len(known):
+            raise _names_of_rows(known, "whole numbers")
+        return Number()
     distinct, codes = known.distinct()
     all_differ = len(distinct) == len(known)
-    if all_differ and all(value.lstrip("+-").isdigit() for value in distinct):
-        raise _names_of_rows(known, "whole numbers")
-    if _are_numbers(known):
-        return Number()
     if fits := _orders(known):
         return Date(fits[0], _has_clock(known, fits[0])) if len(fits) == 1 else _ask_for_order(known, fits)
     if all(map(has_short_year, distinct)):
@@ -96,7 +96,7 @@ def remarks(column: Column, encoding: Encoding) -> list[str]:
     """Return what a user should know of a column, from its values: that it is empty, or always the same."""
     if isinstance(encoding, Dropped):
         return []
-    if column.num_distinct() > 1:
+    if not column.is_constant():
         return []
     return [f"column {column.name!r} has the same value in every row: nothing can be learnt from it"]
 

@@ -20,7 +20,7 @@ VERSION = 1
 """Of the data that `Schema.to_dict` writes: it changes with any constant of the encodings."""
 MAX_CLASSES = 30
 """A target with more distinct values counts as a class only when its classes are given."""
-_CHUNK = 2**15
+_CHUNK = 2**13
 """Rows that are encoded at a time."""
 
 

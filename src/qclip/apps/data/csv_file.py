@@ -44,7 +44,7 @@ class TableOptions(TypedDict, total=False):
     unit: str | None
     """The column whose values name the units of privacy; a row is one where it is left out."""
     rows_per_unit: int | None
-    """The most rows of a unit that count; 8 if left out."""
+    """The most rows of a unit that count; 4 if left out."""
     model: Kind | None
     """A linear model, or a perceptron with one hidden layer; linear if left out."""
     class_weights: Mapping[str, float] | Literal["balanced"] | None

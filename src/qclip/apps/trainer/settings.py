@@ -58,7 +58,7 @@ class Settings:
     """Spellings of a missing value of a table, besides an empty one, NA, N/A, NaN, NULL and ?."""
     unit: Annotated[str | None, _option("COLUMN", "a row")] = None
     """The column of a table that names the unit of privacy, such as patient_id: epsilon is for all rows of one."""
-    rows_per_unit: Annotated[int | None, _option("INT", "8")] = None
+    rows_per_unit: Annotated[int | None, _option("INT", "4")] = None
     """The most rows of a unit that count."""
     model: Annotated[Literal["linear", "mlp"] | None, _option("{linear,mlp}", "linear")] = None
     """The model of a table: linear, or a perceptron with one hidden layer."""
