@@ -10,12 +10,14 @@ from rich.markup import escape
 from qclip.apps.cli.bench import BenchCommand
 from qclip.apps.cli.experiment import ExperimentCommand
 from qclip.apps.cli.plan import PlanCommand
+from qclip.apps.cli.predict import PredictCommand
 from qclip.apps.cli.report import ReportCommand
 from qclip.apps.cli.reproduce import ReproduceCommand
 from qclip.apps.cli.train import TrainCommand
 
 Command = (
     Annotated[TrainCommand, tyro.conf.subcommand("train")]
+    | Annotated[PredictCommand, tyro.conf.subcommand("predict")]
     | Annotated[ReproduceCommand, tyro.conf.subcommand("reproduce")]
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[ReportCommand, tyro.conf.subcommand("report")]

@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from qclip.apps.data import files, models
+from qclip.apps.data import files
 from qclip.apps.data.task import Defaults, Task, classifier
 from qclip.tables.columns import Column
 from qclip.tables.encodings import Dropped, Encoding, Interval, Magnitude, OneOf
+from qclip.tables.models import linear
 from qclip.tables.reader import read_records
 from qclip.tables.table import Table
 
@@ -68,7 +69,7 @@ def adult(data_dir: Path | None) -> Task:
     )
     defaults = Defaults(batch_size=1024, epochs=20)
     return classifier(
-        "adult", train, held_out, partial(models.linear, inputs, 2), defaults, description, classes=INCOME.options
+        "adult", train, held_out, partial(linear, inputs, 2), defaults, description, classes=INCOME.options
     )
 
 

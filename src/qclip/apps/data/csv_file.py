@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-from qclip.apps.data import metrics, models
+from qclip.apps.data import metrics
 from qclip.apps.data.task import (
     Defaults,
     Loss,
@@ -21,8 +22,9 @@ from qclip.apps.data.task import (
     scorer,
 )
 from qclip.apps.run_summary import Evaluation
-from qclip.tables import Schema, read
+from qclip.tables import Schema, Table, read
 from qclip.tables.encodings import Date, Dropped, Hashed, Interval, Magnitude, Words
+from qclip.tables.models import build
 from qclip.tables.reader import stem
 
 PUBLIC = ("the number of rows", "the names of the columns, and the kinds of those not declared")
@@ -55,14 +57,22 @@ def csv_file(
         stem(path),
         train,
         held_out,
-        partial(models.linear, schema.width, schema.outputs),
+        partial(build, "linear", schema.width, schema.outputs),
         goal.loss,
         scorer(held_out, goal.measure, whole=goal.whole),
         Defaults(batch_size=min(1024, math.ceil(len(train) / 3)), epochs=40),
         f"{len(train)} rows, {len(held_out)} held out (every 6th); {_columns_in_words(schema)}; {goal.description}",
         evaluator(held_out, goal.evaluation),
+        schema=schema,
         public=PUBLIC if classes is not None or schema.classes is None else (*PUBLIC, f"the classes of {target}"),
     )
+
+
+def scores(model: nn.Module, schema: Schema, table: Table) -> dict[str, float]:
+    """Return the metrics of a model on a table that has the target."""
+    goal = _goal(schema, given=True)
+    rows = TensorDataset(schema.inputs(table), schema.targets(table))
+    return scorer(rows, goal.measure, whole=goal.whole)(model)
 
 
 @dataclass(frozen=True)

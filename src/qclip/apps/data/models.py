@@ -4,18 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-def linear(inputs: int, outputs: int) -> nn.Linear:
-    """Return a linear model whose weights and biases start at zero."""
-    model = nn.Linear(inputs, outputs)
-    nn.init.zeros_(model.weight)
-    nn.init.zeros_(model.bias)
-    return model
-
-
-def perceptron(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """Return a perceptron with one hidden layer and tanh."""
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+from qclip.tables.models import linear
 
 
 def mnist_cnn() -> nn.Module:

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 from qclip.apps.data import metrics
 from qclip.apps.run_summary import Evaluation
 from qclip.engine.proof.prover import in_evaluation
+from qclip.tables import Schema, models
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """A function of outputs and targets that returns one loss per example, [B]."""
@@ -52,6 +53,10 @@ class Task:
     """One line: the number of examples, their content, the classes."""
     evaluate: Callable[[nn.Module], Evaluation] | None = None
     """Returns the details of a model's held-out result; None where there are none."""
+    schema: Schema | None = None
+    """What the columns of a table became; None for other data."""
+    architecture: models.Kind = "linear"
+    """The kind of model, where there is a schema."""
     unit: str = "any one example"
     """What the guarantee protects, in words."""
     public: tuple[str, ...] = ("the number of examples",)
