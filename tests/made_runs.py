@@ -77,6 +77,7 @@ def made_summary(**changes: Any) -> Summary:
             description="small <images> & labels",
             unit="any one example",
             public=["the number of rows"],
+            details=[],
             examples=1000,
             batch_size=100,
             sampling="poisson",

@@ -6,13 +6,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qclip.tables.columns import MISSING, Column
-from qclip.tables.encodings import KNOTS, YEARS, Date, Dropped, Hashed, Interval, Magnitude, OneOf, OrMissing, Words
+from qclip.tables.encodings import (
+    KNOTS,
+    YEARS,
+    Date,
+    Dropped,
+    Hashed,
+    Interval,
+    Magnitude,
+    Number,
+    OneOf,
+    OrMissing,
+    Words,
+)
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False).map(repr)
 COLOURS = ("red", "green", "blue")
 TIMES = st.datetimes().map(lambda at: f"{at:%d.%m.}{at.year:04d} {at:%H:%M}")
 CASES = [
     pytest.param(Magnitude(), NUMBERS, id="magnitude"),
+    pytest.param(Number(), NUMBERS, id="number"),
     pytest.param(Interval(-3, 10), NUMBERS, id="interval"),
     pytest.param(Hashed(), st.text(), id="hashed"),
     pytest.param(OneOf(COLOURS), st.sampled_from(COLOURS), id="one-of"),
@@ -48,6 +61,21 @@ def test_a_magnitude_is_the_mean_of_its_knots(number):
     assert np.isclose(shares.sum(), 1)
     assert (shares >= 0).all()
     assert np.flatnonzero(shares).size <= 2
+
+
+@given(st.floats(-1e6, 1e6), st.sampled_from([-2, -1, 0, 1, 3, 6]))
+def test_numbers_have_no_jumps(number, power):
+    for near in (number, 10.0**power, -(10.0**power)):
+        below, at = Number().encode(column([repr(near * (1 - 1e-9)), repr(near)]))
+        assert np.abs(below - at).max() < 1e-5
+
+
+@pytest.mark.parametrize(("first", "second"), [(36.6, 37.6), (1990, 2005), (1010, 1020), (7.35, 7.45), (138, 142)])
+def test_numbers_that_vary_little_are_told_apart(first, second):
+    encoded = Number().encode(column([str(first), str(second)]))
+    coarse = Magnitude().encode(column([str(first), str(second)]))
+    assert np.linalg.norm(np.subtract(*encoded)) > 0.2
+    assert np.linalg.norm(np.subtract(*coarse)) < 0.1
 
 
 def test_what_lies_outside_is_moved_to_the_ends():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qclip.tables import Schema, Table, read
-from qclip.tables.encodings import Date, Dropped, Hashed, Interval, Magnitude, OneOf, Words
+from qclip.tables.encodings import Date, Dropped, Hashed, Interval, Magnitude, Number, OneOf, Words
 
 TEXT = """patient;age;sex;temperature;admitted;seen;note;other;result
 p1;71;f;36,6;25.02.2024;02/28/2024 10:30;"cough; fever, 2 days";;yes
@@ -32,7 +32,7 @@ def table(tmp_path):
 def test_every_column_becomes_what_it_is(table):
     schema = Schema.of(table, **OPTIONS)
     assert schema.encodings == {
-        "age": Magnitude(), "sex": Hashed(), "temperature": Magnitude(), "admitted": Date("dmy"),
+        "age": Number(), "sex": Hashed(), "temperature": Number(), "admitted": Date("dmy"),
         "seen": Date("mdy", clock=True), "note": Words(), "other": Dropped(),
     }  # fmt: skip
     assert (schema.target, schema.classes, schema.unit) == ("result", ("no", "yes"), "patient")
@@ -52,7 +52,7 @@ def test_what_each_column_became_is_said(table):
         "patient: names the units of privacy; no input",
         "age: a number in 0 .. 120 (10 inputs)",
         "sex: a category, hashed (65 inputs)",
-        f"temperature: a number of unknown size ({Magnitude().width + 1} inputs)",
+        f"temperature: a number of unknown size ({Number().width + 1} inputs)",
         "admitted: a date (day, month, year), as year, season and weekday (41 inputs)",
         "seen: a date (month, day, year), as year, season and weekday and time of day (43 inputs)",
         "note: free text, as hashed words (257 inputs)",
@@ -69,7 +69,7 @@ def test_missing_values_are_one_input_and_nothing_else(table):
 
 def test_spellings_of_missing_values_can_be_added(table):
     schema = Schema.of(table, missing=["36"], **OPTIONS)
-    assert schema.inputs(table)[3, Magnitude().width] == 1
+    assert schema.inputs(table)[3, Number().width] == 1
     assert Schema.from_dict(schema.to_dict()).missing == ("36",)
 
 
@@ -113,8 +113,8 @@ def test_a_later_file_is_read_with_the_decimal_mark_of_the_first(tmp_path, table
     later = read(path)
     with pytest.raises(ValueError, match="column 'temperature' has numbers that can be read with a decimal comma"):
         later["temperature"].numbers()
-    start = Magnitude().width + 1 + 65
-    shares = Magnitude().encode(Table.of_frame({"t": [36.6]})["t"])[0]
+    start = Number().width + 1 + 65
+    shares = Number().encode(Table.of_frame({"t": [36.6]})["t"])[0]
     assert schema.inputs(later)[0, start : start + len(shares)].numpy() == pytest.approx(shares)
 
 
@@ -150,8 +150,8 @@ def test_all_problems_are_listed_at_once(table):
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
-        (["1", "2", "2", "NA"], Magnitude()),
-        (["1.5", "2.5", "3.5", "1e3"], Magnitude()),
+        (["1", "2", "2", "NA"], Number()),
+        (["1.5", "2.5", "3.5", "1e3"], Number()),
         (["2024-01-31", "2024-02-01", "", "2024-02-03"], Date("ymd")),
         (["2024-01-31T10:00:00Z", "2024-02-01", "2024-02-02", "2024-02-03"], Date("ymd", clock=True)),
         (["31/01/2024", "01/02/2024", "05/06/2024", ""], Date("dmy")),
@@ -228,7 +228,7 @@ def test_a_target_that_is_a_number(table):
 
 
 ENCODINGS = (
-    Dropped(), Magnitude(), Interval(-1.5, 3), Hashed(), Words(), OneOf(("a", "ß")), Date("dmy"),
+    Dropped(), Number(), Magnitude(), Interval(-1.5, 3), Hashed(), Words(), OneOf(("a", "ß")), Date("dmy"),
     Date("ymd", clock=True),
 )  # fmt: skip
 
@@ -242,7 +242,7 @@ def test_every_encoding_makes_the_round_trip_through_json(encoding):
 
 
 def test_a_range_makes_the_round_trip_through_json():
-    schema = Schema({"x": Magnitude()}, "y", interval=Interval(0, 1e300))
+    schema = Schema({"x": Number()}, "y", interval=Interval(0, 1e300))
     assert Schema.from_dict(json.loads(json.dumps(schema.to_dict()))) == schema
 
 

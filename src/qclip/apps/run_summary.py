@@ -62,6 +62,8 @@ class Summary:
     """What the guarantee protects: "one example", or what else is added or removed at a time."""
     public: list[str]
     """What was read from the data and counts as public, in words."""
+    details: list[str]
+    """How a table was read, what each column became, the model; empty for other data."""
     examples: int
     batch_size: int
     """Expected batch size."""

@@ -75,10 +75,10 @@ KNOTS = np.concatenate([-_POWERS[::-1], [0.0], _POWERS])
 class Magnitude(Encoding):
     """A number of unknown size, interpolated between `KNOTS`; values outside are moved to the outermost knot.
 
-    Values that vary little around a large number, such as years, are hardly resolved: use an `Interval` for them.
+    Values that vary little around a large number, such as years, are hardly resolved: use a `Number` for them.
     """
 
-    kind: ClassVar[str] = "number"
+    kind: ClassVar[str] = "magnitude"
 
     @property
     def width(self) -> int:
@@ -88,11 +88,50 @@ class Magnitude(Encoding):
     @property
     def words(self) -> str:
         """In words."""
-        return "a number of unknown size"
+        return "a magnitude"
 
     def encode(self, column: Column) -> Floats:
         """Return an input for each knot, [rows, knots]."""
         return shares(column.numbers(), KNOTS)
+
+    def check(self, column: Column) -> None:
+        """Refuse what is not a number."""
+        column.numbers()
+
+
+LEVELS = (0.5, 0.3, 0.2)
+"""The shares of a number's squared norm: its magnitude, its first digit, its second digit."""
+_SMALLEST = 0.01
+
+
+@dataclass(frozen=True)
+class Number(Encoding):
+    """A number of unknown size: its magnitude between `KNOTS`, and its first two digits as points on a circle.
+
+    The circles resolve values that vary little around a large number, such as temperatures or years, where the knots
+    are too far apart: to a tenth, and to a hundredth of the number's size. They have no jumps: at a power of ten, where
+    the next digit begins, both circles are at their beginning. Values outside are moved to the outermost knot.
+    """
+
+    kind: ClassVar[str] = "number"
+
+    @property
+    def width(self) -> int:
+        """One input for each knot, and two for each circle."""
+        return len(KNOTS) + 4
+
+    @property
+    def words(self) -> str:
+        """In words."""
+        return "a number of unknown size"
+
+    def encode(self, column: Column) -> Floats:
+        """Return the inputs of each number, [rows, width]."""
+        numbers = np.clip(column.numbers(), KNOTS[0], KNOTS[-1])
+        size = np.maximum(np.abs(numbers), _SMALLEST)
+        decade = 10.0 ** np.floor(np.log10(size))
+        parts = [shares(numbers, KNOTS), circle(numbers / decade), circle(10 * numbers / decade)]
+        return np.hstack([part * share**0.5 for part, share in zip(parts, LEVELS, strict=True)])
 
     def check(self, column: Column) -> None:
         """Refuse what is not a number."""
@@ -365,7 +404,7 @@ class OrMissing(Encoding):
         self.inner.check(column.take(~column.missing(self.spellings)))
 
 
-_ALL: tuple[type[Encoding], ...] = (Dropped, Magnitude, Interval, Hashed, Words, OneOf, Date)
+_ALL: tuple[type[Encoding], ...] = (Dropped, Number, Magnitude, Interval, Hashed, Words, OneOf, Date)
 _CLASSES = {each.kind: each for each in _ALL}
 
 

@@ -7,10 +7,10 @@ import numpy as np
 
 from qclip import _validate as check
 from qclip.tables.columns import AMBIGUOUS_DECIMAL, Column, DateOrder, date, has_short_year, number
-from qclip.tables.encodings import Date, Dropped, Encoding, Hashed, Interval, Magnitude, Words
+from qclip.tables.encodings import Date, Dropped, Encoding, Hashed, Interval, Number, Words
 
 NAMES = "'number', 'text', 'words', 'date', 'date:dmy', 'date:mdy', 'date:ymd', 'drop' or a range LOW:HIGH"
-_SIMPLE: dict[str, Encoding] = {"number": Magnitude(), "text": Hashed(), "words": Words(), "drop": Dropped()}
+_SIMPLE: dict[str, Encoding] = {"number": Number(), "text": Hashed(), "words": Words(), "drop": Dropped()}
 _ORDERS: tuple[DateOrder, ...] = ("ymd", "dmy", "mdy")
 _NEARLY = 0.9
 """From this share of numbers (or dates) on, a column of other texts is a column of numbers with mistakes."""
@@ -68,7 +68,7 @@ def guessed(column: Column, spellings: Iterable[str]) -> Encoding:
     if not known.is_text:
         if known.whole and known.num_distinct() == len(known):
             raise _names_of_rows(known, "whole numbers")
-        return Magnitude()
+        return Number()
     return _guessed_text(known)
 
 
@@ -78,7 +78,7 @@ def _guessed_text(known: Column) -> Encoding:
     if all_differ and all(value.lstrip("+-").isdigit() for value in distinct):
         raise _names_of_rows(known, "whole numbers")
     if _are_numbers(known):
-        return Magnitude()
+        return Number()
     if fits := _orders(known):
         return Date(fits[0], _has_clock(known, fits[0])) if len(fits) == 1 else _ask_for_order(known, fits)
     if all(map(has_short_year, distinct)):

@@ -20,7 +20,7 @@ def test_a_table_becomes_a_task(tmp_path, name):
         "2 classes (read from the file as public): iris, rose"
     )
     inputs, labels = found.train.tensors
-    assert inputs.shape == (50, 36 + 65)
+    assert inputs.shape == (50, 40 + 65)
     assert labels.tolist() == [k % 2 == 0 for k in range(60) if k % 6]
     assert found.build_model()(inputs).shape == (50, 2)
 
@@ -153,12 +153,12 @@ def test_names_of_rows_are_refused_by_name(tmp_path, values, found):
     with pytest.raises(ValueError, match=f"column 'id' holds {found}; .*id=drop in col"):
         task(tmp_path, named)
     assert torch.equal(task(tmp_path, named, columns={"id": "drop"}).train[0][0], task(tmp_path, flowers()).train[0][0])
-    assert task(tmp_path, named, columns={"id": "text"}).train[0][0].shape == (65 + 36 + 65,)
+    assert task(tmp_path, named, columns={"id": "text"}).train[0][0].shape == (65 + 40 + 65,)
 
 
 def test_fractions_that_differ_in_every_row_are_data(tmp_path):
     text = "x,kind\n" + "".join(f"{k + 0.25},{'ab'[k % 2]}\n" for k in range(30))
-    assert task(tmp_path, text).train.tensors[0].shape == (25, 36)
+    assert task(tmp_path, text).train.tensors[0].shape == (25, 40)
 
 
 def test_quotes_blanks_and_marks_of_spreadsheets_are_understood(tmp_path):

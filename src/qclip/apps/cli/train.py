@@ -20,6 +20,7 @@ from qclip.apps.run_folder import RunFolder
 from qclip.apps.trainer.settings import Settings
 
 if TYPE_CHECKING:
+    from qclip.apps.data import Task
     from qclip.apps.trainer.run import TrainerRun
     from qclip.training.ranks import Ranks
     from qclip.training.run import PrivateTraining
@@ -104,7 +105,8 @@ def _warnings_on(console: Console) -> Iterator[None]:
 
 def _say_what(console: Console, run: "TrainerRun") -> None:
     training, plan = run.training, run.training.plan
-    lines = [f"{run.task.name}: {run.task.description}"]
+    lines = [f"{run.task.name}: {run.task.description}", *(f"  {line}" for line in run.task.details)]
+    lines.append(_unit(run.task))
     lines.append(f"{plan.num_steps} steps of {plan.batch_size} examples (expected); {_privacy(training)}")
     if run.settings.seed is not None:
         lines.append("seeded, for tests only: anyone who knows the seed can subtract the noise")
@@ -114,6 +116,11 @@ def _say_what(console: Console, run: "TrainerRun") -> None:
         lines.append(f"warning: {training.lost_threshold}")
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _unit(task: "Task") -> str:
+    hint = "" if task.schema is None or task.schema.unit is not None else "; if a person has several, name --unit"
+    return f"the guarantee is for {task.unit}{hint}"
 
 
 def _privacy(training: "PrivateTraining") -> str:

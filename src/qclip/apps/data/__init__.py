@@ -1,20 +1,20 @@
 """The data sets of the command line, each with its model."""
 
-from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 from qclip import _validate as check
 from qclip.apps.data.adult import adult
 from qclip.apps.data.cifar import cifar10
-from qclip.apps.data.csv_file import csv_file
+from qclip.apps.data.csv_file import TableOptions, csv_file
 from qclip.apps.data.images import digits, fashion_mnist, mnist
 from qclip.apps.data.sst2 import sst2
 from qclip.apps.data.task import Defaults, Task
 from qclip.apps.data.text import shakespeare
 from qclip.tables.reader import ENDINGS, is_table
 
-__all__ = ["NAMES", "Defaults", "Task", "load"]
+__all__ = ["NAMES", "Defaults", "TableOptions", "Task", "load"]
 
 _FROM_FILES = {
     "mnist": mnist,
@@ -34,9 +34,7 @@ def load(
     name: str,
     *,
     data_dir: Path | None = None,
-    target: str | None = None,
-    classes: Sequence[str] | None = None,
-    columns: Mapping[str, str] | None = None,
+    **options: Unpack[TableOptions],
 ) -> Task:
     """Load a task by its name, or from a file.
 
@@ -49,9 +47,7 @@ def load(
     Args:
         name: One of `NAMES`, or the path to a table with a header: .csv, .tsv, .txt (or .gz), .parquet.
         data_dir: Folder of the files of a named data set, or its parent; digits need none.
-        target: For a table, the column to predict.
-        classes: For a table, the classes of the target.
-        columns: For a table, the content of its columns (see `qclip.tables.Schema.of`).
+        **options: For a table, what is known of it.
 
     Raises:
         Refusal: The name is unknown, a file is missing or broken, or an argument does not apply to the data set.
@@ -61,8 +57,8 @@ def load(
             bound = f"one of {', '.join(map(repr, NAMES))}, or a path to a {', '.join(ENDINGS)} (or .gz)"
             raise check.refuse("name", name, bound, "check the spelling")
         _refuse_given(name, data_dir=data_dir)
-        return csv_file(Path(name), target=target, classes=classes, columns=columns)
-    _refuse_given(name, target=target, classes=classes, columns=columns)
+        return csv_file(Path(name), **options)
+    _refuse_given(name, **options)
     if name == "digits":
         _refuse_given(name, data_dir=data_dir)
         return digits()

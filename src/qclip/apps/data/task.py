@@ -13,6 +13,7 @@ from qclip.apps.data import metrics
 from qclip.apps.run_summary import Evaluation
 from qclip.engine.proof.prover import in_evaluation
 from qclip.tables import Schema, models
+from qclip.tables.examples import batch_of
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """A function of outputs and targets that returns one loss per example, [B]."""
@@ -61,6 +62,8 @@ class Task:
     """What the guarantee protects, in words."""
     public: tuple[str, ...] = ("the number of examples",)
     """Facts that were read from the data and count as public, in words."""
+    details: tuple[str, ...] = ()
+    """What else to say of the data: how a file was read, what each column became, the model."""
 
 
 def classification_losses(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -129,10 +132,10 @@ def evaluator(
 
 def _outputs(model: nn.Module, held_out: TensorDataset, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield outputs and targets of the held-out examples, in evaluation mode, on the device of the model."""
-    inputs, targets = held_out.tensors
     first = next(model.parameters(), None)
-    device = inputs.device if first is None else first.device
-    for x, y in zip(inputs.split(chunk), targets.split(chunk), strict=True):
+    device = held_out.tensors[0].device if first is None else first.device
+    for start in range(0, len(held_out), chunk):
+        x, y = batch_of(held_out, slice(start, start + chunk))
         with torch.no_grad(), in_evaluation(model):
             outputs = model(x.to(device))
         yield outputs, y.to(device)

@@ -1,6 +1,6 @@
 """Runs of the trainer: started from settings, or resumed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -19,6 +19,7 @@ from qclip.apps.data import Task
 from qclip.apps.run_folder import RunFolder
 from qclip.apps.run_summary import Evaluation
 from qclip.apps.trainer.settings import Settings, agreed, from_public
+from qclip.tables.examples import NO_CLASS, batch_of
 from qclip.tables.reader import stem
 from qclip.training.dataset import dataset_size
 from qclip.training.make import make_private
@@ -139,19 +140,45 @@ def free_folder(given: Settings) -> RunFolder:
 
 
 def _load(settings: Settings) -> Task:
-    columns = {}
-    for given in settings.columns:
-        name, separator, kind = given.rpartition("=")
-        if not separator:
-            raise check.refuse("--columns", given, "NAME=KIND", "such as age=0:120, or id=drop")
-        columns[name] = kind
+    weights = settings.class_weights
     return data.load(
         settings.data or "digits",
         data_dir=settings.data_dir,
         target=settings.target,
         classes=settings.classes or None,
-        columns=columns or None,
+        columns=_pairs("--columns", settings.columns, "NAME=KIND", "such as age=0:120, or id=drop") or None,
+        separator=settings.separator,
+        encoding=settings.encoding,
+        decimal=settings.decimal,
+        missing=settings.missing or None,
+        unit=settings.unit,
+        rows_per_unit=settings.rows_per_unit,
+        model=settings.model,
+        class_weights="balanced" if weights == ("balanced",) else _numbers("--class-weights", weights),
+        class_shares=_numbers("--class-shares", settings.class_shares),
     )
+
+
+def _pairs(option: str, given: Sequence[str], form: str, remedy: str) -> dict[str, str]:
+    """Return what was given as NAME=VALUE, by name."""
+    pairs = {}
+    for each in given:
+        name, separator, value = each.rpartition("=")
+        if not separator:
+            raise check.refuse(option, each, form, remedy)
+        pairs[name] = value
+    return pairs
+
+
+def _numbers(option: str, given: Sequence[str]) -> dict[str, float] | None:
+    form, remedy = "CLASS=NUMBER", "such as yes=10 no=1"
+    numbers = {}
+    for name, value in _pairs(option, given, form, remedy).items():
+        try:
+            numbers[name] = float(value)
+        except ValueError:
+            raise check.refuse(option, f"{name}={value}", form, remedy) from None
+    return numbers or None
 
 
 def _build(settings: Settings, task: Task, folder: RunFolder, ranks: Ranks) -> TrainerRun:
@@ -213,10 +240,11 @@ def _check_labels(task: Task, model: nn.Module) -> None:
     for part in (task.train, task.held_out):
         if not isinstance(part, TensorDataset) or part.tensors[-1].is_floating_point():
             continue
-        inputs, targets = part.tensors[0], part.tensors[-1]
+        inputs, targets = batch_of(part, slice(0, 1))[0], part.tensors[-1]
+        targets = targets[targets != NO_CLASS]
         device = next(model.parameters()).device
         with torch.no_grad():
-            classes = model(inputs[:1].to(device)).shape[-1]
+            classes = model(inputs.to(device)).shape[-1]
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= classes:
             remedy = "correct the labels, or give the model an output for each"

@@ -36,16 +36,36 @@ class Settings:
     None means left out: a new run takes the default, a resumed one keeps its setting.
     """
 
-    data: Annotated[str | None, _option("NAME|PATH.csv", "digits")] = None
-    """digits, mnist, fashion-mnist, cifar10, adult, shakespeare, sst2 (sst2-lora, sst2-head), or the path of a .csv."""
+    data: Annotated[str | None, _option("NAME|PATH", "digits")] = None
+    """digits, mnist, fashion-mnist, cifar10, adult, shakespeare, sst2 (sst2-lora, sst2-head), or the path of a table
+    (.csv, .tsv, .txt, also .gz, or .parquet)."""
     data_dir: Annotated[Path | None, _option("DIR")] = None
     """Folder of the data set's files; digits need none."""
     target: Annotated[str | None, _option("COLUMN")] = None
-    """The column of a .csv file to predict."""
+    """The column of a table to predict."""
     classes: Annotated[tuple[str, ...], _option("CLASS...", "read from the file")] = ()
-    """The classes of the target of a .csv file, known beforehand."""
+    """The classes of the target of a table, known beforehand."""
     columns: Annotated[tuple[str, ...], _option("NAME=KIND...", "read from the file")] = ()
-    """The kinds of columns of a .csv file: number, text, drop (not used), or a number's range such as age=0:120."""
+    """The kinds of columns of a table: number, text, words (free text), date (or date:dmy, date:mdy), drop (not used),
+    or a number's range such as age=0:120."""
+    separator: Annotated[str | None, _option("CHAR", "recognised")] = None
+    """The character between the values of a table, or its name: tab, comma, semicolon, bar."""
+    encoding: Annotated[str | None, _option("NAME", "recognised")] = None
+    """The encoding of a table, such as utf-8, cp1252 or utf-16."""
+    decimal: Annotated[Literal[".", ","] | None, _option("{.,','}", "recognised")] = None
+    """The decimal mark of a table."""
+    missing: Annotated[tuple[str, ...], _option("TEXT...")] = ()
+    """Spellings of a missing value of a table, besides an empty one, NA, N/A, NaN, NULL and ?."""
+    unit: Annotated[str | None, _option("COLUMN", "a row")] = None
+    """The column of a table that names the unit of privacy, such as patient_id: epsilon is for all rows of one."""
+    rows_per_unit: Annotated[int | None, _option("INT", "8")] = None
+    """The most rows of a unit that count."""
+    model: Annotated[Literal["linear", "mlp"] | None, _option("{linear,mlp}", "linear")] = None
+    """The model of a table: linear, or a perceptron with one hidden layer."""
+    class_weights: Annotated[tuple[str, ...], _option("CLASS=WEIGHT...|balanced")] = ()
+    """Weights of the classes in the loss, or balanced with --class-shares; they are never counted in the data."""
+    class_shares: Annotated[tuple[str, ...], _option("CLASS=SHARE...")] = ()
+    """Shares of the classes, from public sources, for --class-weights balanced."""
 
     epsilon: Annotated[float | None, _option("FLOAT", "3")] = None
     """Privacy budget, which the noise is calibrated to meet."""

@@ -36,6 +36,7 @@ def summarise(run: TrainerRun, *, exact: bool) -> Summary:
         description=run.task.description,
         unit=run.task.unit,
         public=list(run.task.public),
+        details=list(run.task.details),
         examples=plan.dataset_size,
         batch_size=plan.batch_size,
         sampling=plan.sampling,
