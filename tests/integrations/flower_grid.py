@@ -14,18 +14,17 @@ from qclip.integrations.flower import clipping_mod
 SECRET = 271_828
 """What a client's metrics, states and exceptions are full of: the leak test looks for it."""
 LIKE = {"layer.weight": torch.zeros(3, 4), "layer.bias": torch.zeros(3)}
-MODEL = {**LIKE, "steps": torch.tensor(5)}
-"""A model has a counter, too, which is not part of an update."""
 
 
 def arrays():
+    """A model, which has a counter, too, that is no part of an update."""
     return ArrayRecord({**{name: x + 1.0 for name, x in LIKE.items()}, "steps": torch.tensor(5)})
 
 
-def aggregator(threshold=None, groups="flat", **changes):
+def aggregator(threshold=None, groups="flat", like=LIKE, **changes):
     given = {} if threshold is None else {"threshold": threshold}
     settings = {"num_clients": 40, "cohort_size": 20, "rounds": 4, "noise_multiplier": 0.5, "delta": 1e-3, "seed": 3}
-    return Aggregator(LIKE, groups=groups, **given, **(settings | changes))
+    return Aggregator(like, groups=groups, **given, **(settings | changes))
 
 
 def change(node, number, like=LIKE):

@@ -150,5 +150,5 @@ def require_real(name: str, x: Any) -> None:
         raise check.refuse(name, type(x).__name__, "a tensor", remedy)
     if x.dtype not in DTYPES:
         raise check.refuse(f"dtype of {name}", str(x.dtype), f"one of {', '.join(map(str, DTYPES))}", remedy)
-    if x.layout != torch.strided or x.is_meta:
+    if x.layout != torch.strided or x.is_nested or x.is_meta:
         raise check.refuse(name, f"{x.layout} on {x.device}", "a dense tensor with elements", remedy)
