@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install 'qclip[flower]'")
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.serverapp import strategy as strategies
 from flwr.serverapp.exception import PrivacyBudgetExhausted
 from flwr.supercore.task_identity import TaskIdentity
@@ -407,6 +407,19 @@ def test_the_mod_refuses_a_server_that_does_not_clip(caplog):
         replies = list(grid.send_and_receive(messages[:1]))
     assert replies[0].has_error()
     assert "run the server with qclip.integrations.flower.PrivateMean" in caplog.text
+
+
+def test_the_mod_hides_the_reason_of_an_apps_own_error():
+    messages = []
+
+    def remember(message, context):
+        messages.append(message)
+        return Message(Error(2, f"the label {made.SECRET} is not known"), reply_to=message)
+
+    grid = made.LocalGrid(lambda message, context: flower.clipping_mod(message, context, remember))
+    PrivateMean(averaging(), made.aggregator()).start(grid, made.arrays(), num_rounds=1)
+    assert messages
+    assert {reply.error.reason for reply in grid.received} == {"the client failed; its own log says why"}
 
 
 def test_the_mod_lets_other_messages_pass():
