@@ -21,7 +21,6 @@ NO_CLASS = -100
 """The class of an absent row; an absent number is NaN."""
 _DENSE = 2**25
 """Numbers up to which inputs are kept as they are; beyond, only those that are not 0."""
-_NO_PLACE = 0
 
 
 def rows_of_units(units: NDArray[np.intp], most: int) -> NDArray[np.intp]:
@@ -78,22 +77,24 @@ def examples(schema: Schema, table: Table, rows: NDArray[np.intp]) -> TensorData
         table: The table.
         rows: The rows, [examples]; or those of each unit, [units, K], -1 where there is none.
     """
-    used = np.unique(rows[rows >= 0])
-    part = table.take(used)
-    places = np.searchsorted(used, np.maximum(rows, 0))
-    absent = torch.from_numpy(rows < 0)
-    targets = schema.targets(part)
-    if rows.ndim == 2:
-        targets = targets.reshape(len(part))[places] if len(used) else targets
-        targets = targets.masked_fill(absent, torch.nan if targets.is_floating_point() else NO_CLASS)
-    else:
-        targets = targets[places]
+    used, cells = rows[rows >= 0], torch.from_numpy(np.flatnonzero(rows.ravel() >= 0))
+    targets = _targets(schema, table.take(used), rows, cells)
     if rows.size * schema.width <= _DENSE:
-        inputs = schema.inputs(part)[places]
-        return TensorDataset(inputs.masked_fill_(absent.unsqueeze(-1), 0), targets)
-    where, values = _nonzero(schema, part)
-    values = values[places].masked_fill_(absent.unsqueeze(-1), 0)
-    return SparseInputs(where[places], values, targets, schema.width)
+        inputs = torch.zeros(rows.size, schema.width)
+        inputs[cells] = schema.inputs(table, used)
+        return TensorDataset(inputs.reshape(*rows.shape, schema.width), targets)
+    places, values = (flat.reshape(*rows.shape, -1) for flat in _nonzero(schema, table, used, cells, rows.size))
+    return SparseInputs(places, values, targets, schema.width)
+
+
+def _targets(schema: Schema, table: Table, rows: NDArray[np.intp], cells: Tensor) -> Tensor:
+    """Return the targets of ``rows``, of whose cells some are taken by the rows of a table, in order."""
+    known = schema.targets(table)
+    if rows.ndim == 1:
+        return known
+    targets = known.new_full((rows.size,), torch.nan if known.is_floating_point() else NO_CLASS)
+    targets[cells] = known.flatten()
+    return targets.reshape(rows.shape)
 
 
 class SparseInputs(TensorDataset):
@@ -131,18 +132,23 @@ def batch_of(dataset: TensorDataset, index: Any) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def _nonzero(schema: Schema, table: Table) -> tuple[Tensor, Tensor]:
-    """Return the places and the values of the inputs that are not 0, [rows, m]."""
+def _nonzero(schema: Schema, table: Table, rows: NDArray[np.intp], cells: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the places and the values of the inputs of some rows that are not 0, [size, m], each row in its cell."""
+    dtype = torch.int16 if schema.width < 2**15 else torch.int32
     blocks = []
-    for block in schema.blocks(table):
+    for block in schema.blocks(table, rows):
         most = max(1, int((block != 0).sum(1).max()))
-        # The order among equals does not matter: only zeros are left over.
-        values, places = block.abs().topk(most, dim=1, sorted=False)
-        values = block.gather(1, places)
-        blocks.append((places.to(torch.int16 if schema.width < 2**15 else torch.int32), values))
+        places = block.abs().topk(most, dim=1, sorted=False).indices
+        blocks.append((places.to(dtype), block.gather(1, places)))
     most = max(values.shape[1] for _, values in blocks)
-    padded = [[torch.nn.functional.pad(t, (0, most - t.shape[1]), value=_NO_PLACE) for t in pair] for pair in blocks]
-    places, values = (torch.cat(tensors) for tensors in zip(*padded, strict=True))
+    places, values = torch.zeros(size, most, dtype=dtype), torch.zeros(size, most)
+    done = 0
+    for k, (own_places, own_values) in enumerate(blocks):
+        blocks[k] = (torch.empty(0), torch.empty(0))  # what is copied is let go
+        own = cells[done : done + len(own_values)]
+        places[own, : own_places.shape[1]] = own_places
+        values[own, : own_values.shape[1]] = own_values
+        done += len(own_values)
     return places, values
 
 

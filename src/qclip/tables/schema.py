@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from qclip import _validate as check
@@ -146,23 +147,23 @@ class Schema:
             if not isinstance(encoding, Dropped)
         }
 
-    def inputs(self, table: Table) -> Tensor:
-        """Return the inputs of each row, [rows, width] in float32.
+    def inputs(self, table: Table, rows: NDArray[np.intp] | None = None) -> Tensor:
+        """Return the inputs of each row, or of some rows, [rows, width] in float32.
 
         Columns that the schema does not know are ignored, and neither target nor unit has to be there.
 
         Raises:
             qclip.Refusal: A column is missing, or values cannot be encoded: all of them at once.
         """
-        inputs = torch.empty(len(table), self.width)
+        inputs = torch.empty(len(table) if rows is None else len(rows), self.width)
         start = 0
-        for block in self.blocks(table):
+        for block in self.blocks(table, rows):
             inputs[start : start + len(block)] = block
             start += len(block)
         return inputs
 
-    def blocks(self, table: Table) -> Iterator[Tensor]:
-        """Yield the inputs of consecutive rows, [some rows, width], so that they need not be in memory together.
+    def blocks(self, table: Table, rows: NDArray[np.intp] | None = None) -> Iterator[Tensor]:
+        """Yield the inputs of `inputs` in blocks, [some rows, width], so that they need not be in memory together.
 
         Raises:
             qclip.Refusal: As for `inputs`, before the first block.
@@ -176,9 +177,9 @@ class Schema:
                 remedy = did_you_mean(name, set(table.names) - set(full))
                 problems.add(f"column {name!r} is missing, which the schema knows; {remedy}")
         problems.refuse()
-        for start in range(0, len(table), _CHUNK):
-            rows = slice(start, start + _CHUNK)
-            block = [encoding.encode(known[name].take(rows)).astype(np.float32) for name, encoding in full.items()]
+        for start in range(0, len(table) if rows is None else len(rows), _CHUNK):
+            some = slice(start, start + _CHUNK) if rows is None else rows[start : start + _CHUNK]
+            block = [encoding.encode(known[name].take(some)).astype(np.float32) for name, encoding in full.items()]
             yield torch.from_numpy(np.hstack(block))
 
     def targets(self, table: Table) -> Tensor:

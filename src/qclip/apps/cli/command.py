@@ -28,6 +28,10 @@ Command = (
 
 def run(arguments: Sequence[str]) -> int:
     """Parse the arguments, run the subcommand and return the exit status."""
+    if (repeated := _repeated(arguments)) is not None:
+        message = f"{repeated} was given more than once; give all its values after one {repeated}"
+        Console(stderr=True).print(f"[red]error:[/] {escape(message)}", highlight=False)
+        return 2
     command = tyro.cli(
         Command,
         args=arguments,
@@ -44,3 +48,9 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         errors.print("stopped; finished results are in the output folder")
         return 130
+
+
+def _repeated(arguments: Sequence[str]) -> str | None:
+    """Return an option that was given twice: of its values, the parser would keep the last ones in silence."""
+    options = [word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")]
+    return next((option for k, option in enumerate(options) if option in options[:k]), None)
