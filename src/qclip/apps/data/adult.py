@@ -1,5 +1,6 @@
 """Adult, the census income data (Becker and Kohavi, 1996), encoded by its published schema."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from qclip.apps.data import files, models, tables
-from qclip.apps.data.columns import Dropped, Encoding, Interval, Magnitude, OneOf
+from qclip.apps.data.columns import Column, Dropped, Encoding, Interval, Magnitude, OneOf
 from qclip.apps.data.task import Defaults, Task, classifier
 
 
@@ -56,8 +57,7 @@ FILES = ("adult.data.gz", "adult.test.gz")
 
 def adult(data_dir: Path | None) -> Task:
     """Load Adult: predict who earns over 50,000 dollars a year; the published test rows are held out."""
-    source = "get the Adult data set (census income) of the UCI machine learning repository and name its folder"
-    train, held_out = (_pairs(path) for path in files.find(data_dir, ("adult",), FILES, source=source))
+    train, held_out = (encoded(adult_columns(path)) for path in adult_files(data_dir))
     inputs = train.tensors[0].shape[1]
     description = (
         f"{len(train)} people, {len(held_out)} held out (the published test set), {inputs} inputs by the published "
@@ -67,11 +67,21 @@ def adult(data_dir: Path | None) -> Task:
     return classifier("adult", train, held_out, partial(models.linear, inputs, 2), defaults, description)
 
 
-def _pairs(path: Path) -> TensorDataset:
-    """Return inputs [N, F] with labels [N]."""
+def adult_files(data_dir: Path | None) -> tuple[Path, ...]:
+    """Return the files of the training and of the test rows."""
+    source = "get the Adult data set (census income) of the UCI machine learning repository and name its folder"
+    return files.find(data_dir, ("adult",), FILES, source=source)
+
+
+def adult_columns(path: Path) -> dict[str, Column]:
+    """Return the columns of a file by name: those of `SCHEMA`, and "income" as in `INCOME`."""
     rows = [row for row in tables.read_rows(path) if not row.fields[0].startswith("|")]  # a remark in adult.test
     columns = tables.columns([*SCHEMA, "income"], rows, path)
     income = columns["income"]
-    income = replace(income, values=tuple(value.removesuffix(".") for value in income.values))  # adult.test has dots
-    inputs = tables.encode(columns, SCHEMA)
-    return TensorDataset(inputs, torch.from_numpy(INCOME.indices(income)))
+    values = tuple(value.removesuffix(".") for value in income.values)  # adult.test has dots
+    return columns | {"income": replace(income, values=values)}
+
+
+def encoded(columns: Mapping[str, Column]) -> TensorDataset:
+    """Return inputs [N, F] with labels [N]."""
+    return TensorDataset(tables.encode(columns, SCHEMA), torch.from_numpy(INCOME.indices(columns["income"])))

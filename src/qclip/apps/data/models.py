@@ -1,5 +1,7 @@
 """The models of the tasks: small, without dropout or batch statistics."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,9 +15,19 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
     return model
 
 
-def perceptron(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """Return a perceptron with one hidden layer and tanh."""
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+def perceptron(inputs: int, hidden: int, outputs: int, *, layers: int = 1) -> nn.Module:
+    """Return a perceptron with hidden layers of one width, and tanh."""
+    widths = [inputs, *[hidden] * layers]
+    steps = [step for pair in pairwise(widths) for step in (nn.Linear(*pair), nn.Tanh())]
+    return nn.Sequential(*steps, nn.Linear(hidden, outputs))
+
+
+def autoencoder(inputs: int, hidden: int, code: int) -> nn.Module:
+    """Return an autoencoder with tanh, and one hidden layer on each side of its code."""
+    return nn.Sequential(
+        nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, code), nn.Tanh(),
+        nn.Linear(code, hidden), nn.Tanh(), nn.Linear(hidden, inputs),
+    )  # fmt: skip
 
 
 def mnist_cnn() -> nn.Module:
@@ -50,6 +62,14 @@ class TextClassifier(nn.Module):
         outputs = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         weights = mask.unsqueeze(-1).to(outputs.dtype)
         return self.head((outputs * weights).sum(1) / weights.sum(1).clamp(min=1))
+
+
+def next_character(alphabet: int, context: int, *, width: int = 8, hidden: int = 64) -> nn.Module:
+    """Return a perceptron that scores the next character, [B, alphabet], from those before it, [B, context]."""
+    return nn.Sequential(
+        nn.Embedding(alphabet, width), nn.Flatten(), nn.Linear(context * width, hidden), nn.Tanh(),
+        nn.Linear(hidden, alphabet),
+    )  # fmt: skip
 
 
 class CausalTransformer(nn.Module):
