@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qclip import accounting, engine, schedules, theory, thresholds
+    from qclip import accounting, engine, federated, schedules, theory, thresholds
     from qclip._validate import Refusal
     from qclip.engine import CostModel, clipped_gradients, explain, register_rule
     from qclip.simulation import problems, simulate
@@ -48,6 +48,7 @@ __all__ = [
     "clipped_gradients",
     "engine",
     "explain",
+    "federated",
     "make_private",
     "problems",
     "register_rule",
