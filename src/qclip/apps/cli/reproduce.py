@@ -18,6 +18,9 @@ class ReproduceCommand:
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Id of a claim to run (repeat it, or separate ids by commas); all claims when left out."""
 
+    data_dir: Path | None = None
+    """Folder of the data sets of figure1, each in its own subfolder; digits stand in for them when left out."""
+
     def run(self, console: Console) -> int:
         """Run the claims; the status is 1 when one of them fails."""
         try:
@@ -25,7 +28,7 @@ class ReproduceCommand:
         except ModuleNotFoundError as missing:
             raise ModuleNotFoundError(f"{missing.name} is not installed; pip install 'qclip[reproduce]'") from missing
         only = [name.strip() for given in self.only for name in given.split(",")]
-        rows = reproduce(self.out, quick=self.quick, only=only, console=console)
+        rows = reproduce(self.out, quick=self.quick, only=only, data_dir=self.data_dir, console=console)
         console.print(summary(rows))
         console.print(f"report: {self.out / 'report.html'}")
         return 1 if any(row.outcome.verdict == "fails" for row in rows) else 0

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -53,10 +52,11 @@ def federated_tasks(data_dir: Path | None) -> list[FederatedTask]:
         Refusal: A file is missing or broken.
     """
     if data_dir is None:
-        return image_tasks("Digits", digits(), num_clients=100, cohort_size=50)
+        return image_tasks("Digits", digits(), num_clients=100, cohort_size=50, learning_rate=0.2)
     images = {"MNIST": mnist(data_dir), "Fashion-MNIST": fashion_mnist(data_dir)}
-    split = [image_tasks(name, task, num_clients=1000, cohort_size=100) for name, task in images.items()]
-    return [shakespeare_task(data_dir), adult_task(data_dir), *(task for pair in split for task in pair)]
+    sizes = {"num_clients": 1000, "cohort_size": 100}
+    pairs = [image_tasks(name, task, **sizes, learning_rate=0.05) for name, task in images.items()]
+    return [shakespeare_task(data_dir), adult_task(data_dir), *(task for pair in pairs for task in pair)]
 
 
 def shakespeare_task(data_dir: Path) -> FederatedTask:
@@ -93,8 +93,18 @@ def adult_task(data_dir: Path) -> FederatedTask:
     )
 
 
-def image_tasks(name: str, task: Task, *, num_clients: int, cohort_size: int) -> list[FederatedTask]:
-    """Return a classifier and an autoencoder of the same images, on the same clients, whose classes are skewed."""
+def image_tasks(
+    name: str, task: Task, *, num_clients: int, cohort_size: int, learning_rate: float
+) -> list[FederatedTask]:
+    """Return a classifier and an autoencoder of the same images, on the same clients, whose classes are skewed.
+
+    Args:
+        name: The name of the images.
+        task: The images. Those of 28 x 28 pixels are averaged to 14 x 14.
+        num_clients: The number of clients to deal them out to.
+        cohort_size: The expected number of clients of a round.
+        learning_rate: That of the classifier.
+    """
     assert isinstance(task.train, TensorDataset)
     images, labels = task.train.tensors
     pixels = (F.avg_pool2d(images, 2) if images.dim() == 4 else images).flatten(1)
@@ -105,9 +115,9 @@ def image_tasks(name: str, task: Task, *, num_clients: int, cohort_size: int) ->
         pixels,
         labels,
         clients,
-        partial(models.perceptron, size, 32, 10, layers=2),
+        partial(models.perceptron, size, 32, 10, layers=4),
         classification_losses,
-        LocalSteps(steps=5, batch_size=10, learning_rate=0.1),
+        LocalSteps(steps=5, batch_size=10, learning_rate=learning_rate),
         cohort_size,
     )
     autoencoder = FederatedTask(
