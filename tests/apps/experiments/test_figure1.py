@@ -13,6 +13,7 @@ from qclip.apps.experiments import figure1
 from qclip.apps.experiments.federated_averaging import FederatedRun, federated_averaging
 from qclip.apps.experiments.federated_tasks import federated_tasks
 from qclip.apps.experiments.figure1 import FlowerRule, TaskRuns, distance, judge, miss
+from qclip.apps.experiments.reproduce import reproduce
 from qclip.thresholds import Answer, Constant, ExactQuantile, GeometricQuantile
 
 ROUNDS = 100
@@ -124,6 +125,12 @@ def test_flowers_rule_is_that_of_flower():
     (restated,) = FlowerRule(0.5).update((1.0,), 0, Answer(noisy_bins=((0.25,),)))
     assert restated == pytest.approx(strategy.clipping_norm)
     assert restated < 1.0  # most are clipped, and it goes down
+
+
+def test_data_that_are_not_there_are_named(tmp_path):
+    (row,) = reproduce(tmp_path / "out", quick=True, only=("figure1",), data_dir=tmp_path)
+    assert row.outcome.verdict == "fails"
+    assert "train-images-idx3-ubyte.gz" in row.outcome.measured
 
 
 def test_a_threshold_that_does_not_follow_fails_the_claim(monkeypatch):
