@@ -43,6 +43,14 @@ def test_the_theory_page_runs(capsys):
     assert measured <= guaranteed
 
 
+def test_the_federated_page_runs(capsys):
+    torch.manual_seed(0)
+    code, *_ = python_blocks((ROOT / "docs/federated.md").read_text())
+    epsilon, tau = map(float, re.findall(r"epsilon ([\d.]+), clip norm ([\d.]+)", run(code, capsys))[0])
+    assert 0 < epsilon < 10
+    assert 0 < tau < 10
+
+
 def test_make_targets_named_in_the_documents_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"^ {4}make ([a-z-]+)", README + (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE))

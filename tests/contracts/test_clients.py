@@ -4,6 +4,7 @@ As `test_replay` does for examples: a run is recorded, and its releases are repl
 """
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -38,8 +39,10 @@ def run(threshold, groups, path, gone=(), breaks=None):
             updates = [MALFORMED[breaks](update) if client in gone else update for client, update in pairs]
         if path == "streamed":
             aggregator.aggregate(updates, malformed="drop" if breaks else "refuse")
-        else:
+        elif path == "stacked":
             aggregator.aggregate_stacked(rounds.stacked(updates))
+        else:
+            aggregator.aggregate_answered(rounds.answers_of(aggregator, updates))
     return aggregator.history
 
 
@@ -67,15 +70,15 @@ def costs_without(make_recorder, whole, history, run_without):
 TURNS = [
     (*pair, path)
     for i, pair in enumerate(itertools.product(rounds.PRIVATE, rounds.GROUPS))
-    for path in (["streamed", "stacked"] * 2)[i % 2 : i % 2 + 2]
+    for path in (["streamed", "stacked", "answered"] * 2)[i % 3 : i % 3 + 3]
 ]
 
 
-@pytest.mark.parametrize(("threshold", "groups", "path"), every(2, TURNS, name="-".join))
+@pytest.mark.parametrize(("threshold", "groups", "path"), every(10, TURNS, name="-".join))
 def test_removing_a_client_moves_a_round_by_what_is_accounted_for(make_recorder, threshold, groups, path):
     whole = make_recorder()
     history = run(threshold, groups, path)
-    for client in GONE:
+    for client in GONE if path != "answered" else GONE[::2]:  # it takes longer
         costs = costs_without(
             make_recorder, whole, history, lambda client=client: run(threshold, groups, path, gone=[client])
         )
@@ -83,6 +86,42 @@ def test_removing_a_client_moves_a_round_by_what_is_accounted_for(make_recorder,
         assert (costs <= (1 + 1e-4) / Z**2).all()
         if client >= 20:
             assert costs.max() > 0
+
+
+LIES = {
+    "not clipped": lambda update, answer: ({name: 1e6 * x for name, x in update.items()}, answer),
+    "loud answer": lambda update, answer: (update, 1e6 * (answer + 1)),
+    "louder answer": lambda update, answer: (update, torch.full_like(answer, 3e38)),
+    "both at their bounds": lambda update, answer: (update, answer.abs() + 1),
+    "undefined answer": lambda update, answer: (update, torch.full_like(answer, math.nan)),
+    "undefined update": lambda update, answer: ({name: x * math.inf for name, x in update.items()}, answer),
+    "short answer": lambda update, answer: (update, answer[1:]),
+    "no tensor": lambda update, answer: (update, None),
+    "integers": lambda update, answer: (update, answer.long()),
+}
+
+
+def run_with_liar(threshold, groups, lie, liar=20, gone=()):
+    aggregator = rounds.aggregator(rounds.PRIVATE[threshold], groups, noise_multiplier=Z, num_clients=102)
+    for number in range(2):
+        drawn = [client for client in aggregator.sample() if client not in gone]
+        replies = rounds.answers_of(aggregator, [rounds.update_of(client, number) for client in drawn])
+        pairs = zip(drawn, replies, strict=True)
+        replies = [LIES[lie](*reply) if client == liar else reply for client, reply in pairs]
+        aggregator.aggregate_answered(replies, malformed="drop")
+    return aggregator.history
+
+
+@pytest.mark.parametrize(("threshold", "groups", "lie"), every(
+    13, itertools.product([name for name in rounds.PRIVATE if "geo" not in name], rounds.GROUPS, LIES), name="-".join
+))  # fmt: skip
+def test_a_client_that_lies_moves_a_round_by_no_more(make_recorder, threshold, groups, lie):
+    whole = make_recorder()
+    history = run_with_liar(threshold, groups, lie)
+    costs = costs_without(make_recorder, whole, history, lambda: run_with_liar(threshold, groups, lie, gone=[20]))
+    assert (costs <= (1 + 1e-4) / Z**2).all()
+    if lie in ("not clipped", "both at their bounds"):
+        assert costs.max() > 0.2 / Z**2
 
 
 @pytest.mark.parametrize("breaks", MALFORMED)

@@ -5,7 +5,7 @@ import math
 import torch
 
 from qclip.engine.gradients.clipping import rounding_margin
-from qclip.federated import Aggregator
+from qclip.federated import Aggregator, Terms, answered
 from qclip.thresholds import (
     BalancedThreshold,
     Constant,
@@ -66,3 +66,9 @@ def clipped_alone(update, members, clip_norms):
     limits = [(1 - MARGIN) * tau for tau in clip_norms]
     factors = [min(1.0, limit / norm) if norm > 0 else 1.0 for limit, norm in zip(limits, norms, strict=True)]
     return {name: x.double() * factors[members[name]] for name, x in update.items()}, norms
+
+
+def answers_of(aggregator, updates):
+    """What the clients send that clip their updates themselves."""
+    terms = Terms.from_json(aggregator.terms.to_json())  # as it travels
+    return [answered(update, terms) for update in updates]

@@ -32,10 +32,17 @@ def in_stacks(aggregator, updates):
     return aggregator.aggregate_stacked(rounds.stacked(updates[k : k + 37]) for k in range(0, len(updates), 37))
 
 
+def clipped_at_the_client(aggregator, updates):
+    return aggregator.aggregate_answered(rounds.answers_of(aggregator, updates))
+
+
+PATHS = [streamed, in_one_stack, in_stacks, clipped_at_the_client]
+
+
 @pytest.mark.parametrize(("threshold", "groups"), every(3, ALL, name="-".join))
 def test_every_path_is_one_client_at_a_time(recorder, threshold, groups):
     """Against the definition: sums of clipped updates, counts of norms, and coordinates of the slack."""
-    for path in (streamed, in_one_stack, in_stacks):
+    for path in PATHS:
         aggregator = rounds.aggregator(rounds.PRIVATE[threshold], groups)
         members = aggregator._layout.groups.members
         question = aggregator.threshold.ask(aggregator._threshold_state, 0)
@@ -68,7 +75,7 @@ def test_thousands_of_clients_in_stacks_and_one_after_the_other(groups):
     """More than are summed in float32 at once; without noise the releases agree."""
     updates = [rounds.update_of(client) for client in range(700)]
     changes = {"num_clients": 700, "cohort_size": 700, "noise_multiplier": 0}
-    means = [path(rounds.aggregator(None, groups, **changes), updates) for path in (streamed, in_one_stack, in_stacks)]
+    means = [path(rounds.aggregator(None, groups, **changes), updates) for path in PATHS]
     for other in means[1:]:
         for name, x in means[0].items():
             assert torch.allclose(x, other[name], rtol=1e-5, atol=1e-7)
@@ -171,14 +178,14 @@ def test_a_fixed_cohort_is_never_accounted_for_as_poisson():
 def test_more_updates_than_drawn_clients_are_refused():
     aggregator = rounds.aggregator()
     everybody = [rounds.update_of(client) for client in range(200)]
-    for path in (streamed, in_one_stack, in_stacks):
+    for path in PATHS:
         with pytest.raises(Refusal, match=r"must be those of the \d+ clients of sample\(\), each at most once"):
             path(aggregator, everybody)
     assert aggregator.round == 0
 
 
 @pytest.mark.parametrize("odd", [[], [math.nan], [math.inf, -math.inf], [0.0], [1e30], [3e38], [math.nan, 1.0]])
-@pytest.mark.parametrize("path", [streamed, in_stacks])
+@pytest.mark.parametrize("path", [streamed, in_stacks, clipped_at_the_client])
 def test_odd_updates_end_in_finite_releases(odd, path):
     aggregator = rounds.aggregator(rounds=3)
     for _ in range(3):
@@ -266,8 +273,7 @@ def finish(aggregator, stop=4):
     return means
 
 
-@pytest.mark.parametrize("groups", rounds.GROUPS)
-@pytest.mark.parametrize("threshold", rounds.PRIVATE)
+@pytest.mark.parametrize(("threshold", "groups"), every(4, ALL, name="-".join))
 def test_a_resumed_run_is_the_run(tmp_path, threshold, groups):
     whole = rounds.aggregator(rounds.PRIVATE[threshold], groups)
     means = finish(whole)

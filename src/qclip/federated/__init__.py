@@ -4,6 +4,7 @@ A cohort is to `Aggregator` what a logical batch is to training, and a client's 
 """
 
 from qclip.federated.aggregator import Aggregator
+from qclip.federated.answers import Terms, answered
 from qclip.federated.plan import RoundPlan
 
-__all__ = ["Aggregator", "RoundPlan"]
+__all__ = ["Aggregator", "RoundPlan", "Terms", "answered"]

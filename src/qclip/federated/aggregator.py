@@ -1,11 +1,10 @@
 """The aggregator of a federated run: `Aggregator`, the stateful shell around the private step of a cohort."""
 
-import itertools
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from qclip import accounting
 from qclip._validate import Refusal
 from qclip.accounting import Accountant
 from qclip.engine.groups import GroupSpec
+from qclip.federated.answers import Terms, contribution
 from qclip.federated.plan import RoundPlan, Sampling, plan_rounds
 from qclip.federated.updates import Layout, Update, in_float64, pieces
 from qclip.thresholds import Conditions, PrivateQuantile, Threshold
@@ -32,6 +32,9 @@ MEDIAN: Final = PrivateQuantile(0.5, noise_share=0.02)
 """Measured at noise multiplier 1: from 100 times too high or too low, cohorts of 50 or 100 find the median within 20 %
 in 20 rounds, with each of 20 seeds, and cohorts of 20 in 40 rounds. A share of 0.01 is slower with cohorts of 50 (37 of
 40 runs) and of 20; one of 0.05 is no faster from 50 on."""
+Malformed = Literal["refuse", "drop"]
+"""What becomes of an update of another layout: it is refused by name, or counts as one that never came."""
+T = TypeVar("T")
 log = logging.getLogger("qclip.federated")
 
 
@@ -145,6 +148,7 @@ class Aggregator:
         self._records: list[StepRecord] = []
         self._history = History(self._records)
         self._warned_lost = False
+        self._available = plan.num_clients
         self._is_seeded = seed is not None
         self._sampling_seed, noise_seed = np.random.SeedSequence(seed).spawn(2)
         self._noise = NoiseSource(noise_seed)
@@ -209,20 +213,34 @@ class Aggregator:
             accountant=self._plan.accountant,
         )
 
-    def sample(self) -> NDArray[np.intp]:
+    @property
+    def terms(self) -> Terms:
+        """What clients that clip their updates themselves need to know in the next round (`answered`): public."""
+        self._plan.require_budget(self.round)
+        self.clip_norms  # noqa: B018 - refuses a threshold that sees raw norms
+        return Terms.of(ask(self._state, self._rule), self._layout.groups.members)
+
+    def sample(self, available: int | None = None) -> NDArray[np.intp]:
         """Return the clients of the next round, ascending; possibly none. Keep them secret.
 
-        A pure function of the seed and the round: asked again before the round is released, the answer is the same.
+        A pure function of the seed, the round and ``available``: asked again before the round is released, the answer
+        is the same.
+
+        Args:
+            available: The number of clients to draw from, where it is not ``num_clients``. Each still joins with
+                probability ``cohort_size / num_clients``; that, the noise and the divisor stay as they are planned.
         """
         self._plan.require_budget(self.round)
-        num_clients, cohort_size = self._plan.num_clients, self._plan.cohort_size
-        if self._plan.sampling == "fixed":
-            return UniformSampler(num_clients, cohort_size, self._sampling_seed).draw(self.round)
-        return PoissonSampler(num_clients, self._plan.sample_rate, self._sampling_seed).draw(self.round)
+        self._available = self._plan.num_clients if available is None else check.count("available", available, least=0)
+        return self._drawn()
 
-    def aggregate(
-        self, updates: Iterable[Update], *, malformed: Literal["refuse", "drop"] = "refuse"
-    ) -> dict[str, Tensor]:
+    def _drawn(self) -> NDArray[np.intp]:
+        if self._plan.sampling == "fixed":
+            size = min(self._plan.cohort_size, self._available)
+            return UniformSampler(self._available, size, self._sampling_seed).draw(self.round)
+        return PoissonSampler(self._available, self._plan.sample_rate, self._sampling_seed).draw(self.round)
+
+    def aggregate(self, updates: Iterable[Update], *, malformed: Malformed = "refuse") -> dict[str, Tensor]:
         """Release the private mean of a round, in one pass that keeps no update.
 
         Args:
@@ -236,7 +254,29 @@ class Aggregator:
             The noisy mean by name: the clipped sum plus noise, over the expected cohort.
         """
         check.choice("malformed", malformed, ("refuse", "drop"))
-        return self._release(self._stacks_of_one(updates, drop=malformed == "drop"))
+        return self._release(
+            lambda query: _each(updates, lambda update: self._sums(self._layout.one(update), query), malformed)
+        )
+
+    def aggregate_answered(
+        self, replies: Iterable[tuple[Update, Tensor]], *, malformed: Malformed = "refuse"
+    ) -> dict[str, Tensor]:
+        """Release the private mean of a round, from updates that were clipped at the client (`answered`).
+
+        A client's word is not trusted: its update and its answer are clipped again, to the bounds of the round.
+
+        Args:
+            replies: The clipped update and the answer of each client that replied, each once.
+            malformed: As in `aggregate`.
+
+        Returns:
+            The noisy mean by name.
+        """
+        check.choice("malformed", malformed, ("refuse", "drop"))
+        self.terms  # noqa: B018 - refuses a threshold that sees raw norms
+        return self._release(
+            lambda query: _each(replies, lambda reply: contribution(*reply, self._layout, query), malformed)
+        )
 
     def aggregate_stacked(self, updates: Update | Iterable[Update]) -> dict[str, Tensor]:
         """Release the private mean of a round, from stacked updates: `aggregate`, many clients at a time.
@@ -249,7 +289,7 @@ class Aggregator:
             The noisy mean by name.
         """
         stacks = cast(Iterable[Update], [updates] if isinstance(updates, Mapping) else updates)
-        return self._release(self._layout.stack(stack) for stack in stacks)
+        return self._release(lambda query: self._stacked(stacks, query))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last round, as plain data.
@@ -285,52 +325,40 @@ class Aggregator:
         self._warned_lost = any(record.lost for record in self._records)
         self._threshold_state = state["threshold_state"]
 
-    def _stacks_of_one(self, updates: Iterable[Update], *, drop: bool) -> Iterator[dict[str, Tensor]]:
-        for update in updates:
-            try:
-                one = self._layout.one(update)
-            except Refusal as reason:
-                if not drop:
-                    raise
-                log.debug("an update was dropped: %s", reason)
-                continue
-            yield one
+    def _sums(self, stack: Mapping[str, Tensor], query: Query) -> RawSums:
+        """Return the sums of a stack of updates."""
+        num_clients = len(next(iter(stack.values())))
+        return in_float64(raw_sums(self._layout.clipped(stack, query.clip_norms), num_clients, query))
 
-    def _release(self, stacks: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _stacked(self, stacks: Iterable[Update], query: Query) -> Iterator[RawSums]:
+        for given in stacks:
+            stack = self._layout.stack(given)
+            yield from (self._sums(piece, query) for piece in ([stack] if query.keep_norms else pieces(stack)))
+
+    def _release(self, sums: Callable[[Query], Iterator[RawSums]]) -> dict[str, Tensor]:
+        """Add up what the clients add to the sums of a query, and release and record the total."""
         self._plan.require_budget(self.round)
-        query, raw, found, most = ask(self._state, self._rule), None, 0, len(self.sample())
-        for part in self._whole(stacks) if query.keep_norms else itertools.chain.from_iterable(map(pieces, stacks)):
-            found += (num_clients := len(next(iter(part.values()))))
-            if found > most:
+        query, most, raw = ask(self._state, self._rule), len(self._drawn()), None
+        for more in sums(query):
+            if raw is not None and query.keep_norms:  # its clip norms follow from the norms of the whole cohort
+                remedy = "call aggregate_stacked with one mapping, or take a private threshold such as PrivateQuantile"
+                raise check.refuse(
+                    "threshold", type(self.threshold).__name__, "private to take updates one after the other", remedy
+                )
+            if raw is None:
+                raw = more
+            else:
+                raw += more
+            if raw.num_examples > most:
                 raise check.refuse(
                     "updates",
                     f"more than {most}",
                     f"those of the {most} clients of sample(), each at most once",
                     "aggregate the updates of the drawn clients, which is what epsilon is computed for",
                 )
-            raw = self._added(raw, part, num_clients, query)
         if raw is None:
-            raw = self._added(None, self._layout.nothing(), 0, query)
+            raw = self._sums(self._layout.nothing(), query)
         return self._record(release(self._state, raw.reduced(), query, self._rule, self._noise))
-
-    def _added(self, raw: RawSums | None, part: dict[str, Tensor], num_clients: int, query: Query) -> RawSums:
-        """Return the sums so far with those of one more stack, in place."""
-        clipped = self._layout.clipped(part, query.clip_norms if raw is None else raw.clip_norms)
-        more = in_float64(raw_sums(clipped, num_clients, query))
-        if raw is None:
-            return more
-        raw += more
-        return raw
-
-    def _whole(self, stacks: Iterable[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-        """Yield the only stack, for thresholds that choose the clip norms by the norms of the whole cohort."""
-        for number, stack in enumerate(stacks):
-            if number:
-                remedy = "call aggregate_stacked with one mapping, or take a private threshold such as PrivateQuantile"
-                raise check.refuse(
-                    "threshold", type(self.threshold).__name__, "private to take updates one after the other", remedy
-                )
-            yield stack
 
     def _record(self, released: StepRelease) -> dict[str, Tensor]:
         record = StepRecord(
@@ -345,6 +373,7 @@ class Aggregator:
         # Charged before the mean is visible: an interruption between the lines costs budget, not privacy.
         self._records.append(replace(record, lost=lost))
         self._threshold_state = released.state.threshold
+        self._available = self._plan.num_clients
         if lost and not self._warned_lost:
             self._warned_lost = True
             warnings.warn(self.lost_threshold, LostThreshold, stacklevel=4)
@@ -368,3 +397,16 @@ class Aggregator:
             "sampling": checkpoint.seed_state(self._sampling_seed),
             "noise": self._noise.state_dict() if self._is_seeded else None,
         }
+
+
+def _each(items: Iterable[T], read: Callable[[T], RawSums], malformed: Malformed) -> Iterator[RawSums]:
+    """Yield the sums of each client; of a malformed update, nothing or its refusal."""
+    for item in items:
+        try:
+            sums = read(item)
+        except Refusal as reason:
+            if malformed == "refuse":
+                raise
+            log.debug("an update was dropped: %s", reason)
+            continue
+        yield sums

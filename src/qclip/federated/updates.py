@@ -35,7 +35,7 @@ class Layout:
     device: torch.device
 
     @staticmethod
-    def of(like: Update | nn.Module, groups: GroupSpec) -> "Layout":
+    def of(like: Update | nn.Module, groups: GroupSpec | Groups) -> "Layout":
         """Return the layout of an update like this one, or of the trainable parameters of a module."""
         if isinstance(like, nn.Module):
             like = {name: parameter for name, parameter in like.named_parameters() if parameter.requires_grad}
@@ -43,14 +43,14 @@ class Layout:
             remedy = "pass the tensors of an update by name, or a module with trainable parameters"
             raise check.refuse("like", like, "a mapping with at least one tensor", remedy)
         for name, tensor in like.items():
-            _require_real(f"like[{name!r}]", tensor)
+            require_real(f"like[{name!r}]", tensor)
             if not tensor.numel():
                 raise check.refuse_shape(f"like[{name!r}]", tuple(tensor.shape), "one with elements", "leave it out")
         devices = {tensor.device for tensor in like.values()}
         if len(devices) > 1:
             raise check.refuse("like", sorted(map(str, devices)), "on one device", "move its tensors to one device")
         tensors = {str(name): torch.empty_like(x, device="meta", requires_grad=False) for name, x in like.items()}
-        return Layout(tensors, partition(tensors, groups), devices.pop())
+        return Layout(tensors, groups if isinstance(groups, Groups) else partition(tensors, groups), devices.pop())
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class Layout:
         """Return the update of one client as a stack of one; refuse one of another layout."""
         self._require_names(update)
         for name, expected in self.tensors.items():
-            _require_real(f"update[{name!r}]", found := update[name])
+            require_real(f"update[{name!r}]", found := update[name])
             if found.shape != expected.shape:
                 remedy = "send the update of the same model"
                 raise check.refuse_shape(f"update[{name!r}]", tuple(found.shape), f"{tuple(expected.shape)}", remedy)
@@ -77,7 +77,7 @@ class Layout:
         self._require_names(updates)
         lengths = {}
         for name, expected in self.tensors.items():
-            _require_real(f"updates[{name!r}]", found := updates[name])
+            require_real(f"updates[{name!r}]", found := updates[name])
             if found.dim() == 0 or found.shape[1:] != expected.shape:
                 bound, remedy = f"[clients, *{tuple(expected.shape)}]", "stack the clients' updates along a new dim 0"
                 raise check.refuse_shape(f"updates[{name!r}]", tuple(found.shape), bound, remedy)
@@ -143,12 +143,12 @@ def _doubled(value: BoundedSum) -> BoundedSum:
     return replace(value, tensors={key: x.double() for key, x in value.tensors.items()})
 
 
-def _require_real(name: str, x: Any) -> None:
+def require_real(name: str, x: Any) -> None:
     """Refuse what is not a dense tensor of real floating-point numbers."""
     remedy = "pass floating-point tensors, and leave counters out of the update"
     if not isinstance(x, Tensor):
         raise check.refuse(name, type(x).__name__, "a tensor", remedy)
     if x.dtype not in DTYPES:
         raise check.refuse(f"dtype of {name}", str(x.dtype), f"one of {', '.join(map(str, DTYPES))}", remedy)
-    if x.layout != torch.strided or x.is_meta:
+    if x.layout != torch.strided or x.is_nested or x.is_meta:
         raise check.refuse(name, f"{x.layout} on {x.device}", "a dense tensor with elements", remedy)
