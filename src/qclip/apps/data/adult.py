@@ -60,8 +60,7 @@ FILES = ("adult.data.gz", "adult.test.gz")
 
 def adult(data_dir: Path | None) -> Task:
     """Load Adult: predict who earns over 50,000 dollars a year; the published test rows are held out."""
-    source = "get the Adult data set (census income) of the UCI machine learning repository and name its folder"
-    train, held_out = (_pairs(path) for path in files.find(data_dir, ("adult",), FILES, source=source))
+    train, held_out = (encoded(adult_table(path)) for path in adult_files(data_dir))
     inputs = train.tensors[0].shape[1]
     description = (
         f"{len(train)} people, {len(held_out)} held out (the published test set), {inputs} inputs by the published "
@@ -73,12 +72,23 @@ def adult(data_dir: Path | None) -> Task:
     )
 
 
-def _pairs(path: Path) -> TensorDataset:
-    """Return inputs [N, F] with labels [N]."""
+def adult_files(data_dir: Path | None) -> tuple[Path, ...]:
+    """Return the files of the training and of the test rows."""
+    source = "get the Adult data set (census income) of the UCI machine learning repository and name its folder"
+    return files.find(data_dir, ("adult",), FILES, source=source)
+
+
+def adult_table(path: Path) -> Table:
+    """Return the table of a file: the columns of `SCHEMA`, and "income" as in `INCOME`."""
     records = read_records(path, separator=",")
     rows = ((line, fields) for line, fields in records if not fields[0].startswith("|"))  # a remark in adult.test
     table = Table.of_records([*SCHEMA, "income"], rows, str(path))
     income = [value.removesuffix(".") for value in table["income"].texts()]  # adult.test has dots
+    places = table["income"].places
+    return Table({**table.columns, "income": Column.of_texts("income", income, places)}, table.source)
+
+
+def encoded(table: Table) -> TensorDataset:
+    """Return inputs [N, F] with labels [N]."""
     inputs = np.hstack([encoding.encode(table[name]) for name, encoding in SCHEMA.items()]).astype(np.float32)
-    labels = INCOME.indices(Column.of_texts("income", income, table["income"].places))
-    return TensorDataset(torch.from_numpy(inputs), torch.from_numpy(labels))
+    return TensorDataset(torch.from_numpy(inputs), torch.from_numpy(INCOME.indices(table["income"])))

@@ -7,6 +7,14 @@ from torch.nn import functional as F
 from qclip.tables.models import linear
 
 
+def autoencoder(inputs: int, hidden: int, code: int) -> nn.Module:
+    """Return an autoencoder with tanh, and one hidden layer on each side of its code."""
+    return nn.Sequential(
+        nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, code), nn.Tanh(),
+        nn.Linear(code, hidden), nn.Tanh(), nn.Linear(hidden, inputs),
+    )  # fmt: skip
+
+
 def mnist_cnn() -> nn.Module:
     """Return the CNN of Tramer and Boneh (2021) for one-channel 28 x 28 images in 10 classes: 26,010 parameters."""
     return nn.Sequential(
@@ -39,6 +47,14 @@ class TextClassifier(nn.Module):
         outputs = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         weights = mask.unsqueeze(-1).to(outputs.dtype)
         return self.head((outputs * weights).sum(1) / weights.sum(1).clamp(min=1))
+
+
+def next_character(alphabet: int, context: int, *, width: int = 8, hidden: int = 64) -> nn.Module:
+    """Return a perceptron that scores the next character, [B, alphabet], from those before it, [B, context]."""
+    return nn.Sequential(
+        nn.Embedding(alphabet, width), nn.Flatten(), nn.Linear(context * width, hidden), nn.Tanh(),
+        nn.Linear(hidden, alphabet),
+    )  # fmt: skip
 
 
 class CausalTransformer(nn.Module):
