@@ -13,6 +13,7 @@ qclip.
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,8 @@ def transformer(device: str, *, sharded: bool = False) -> nn.Module:
     model = CausalTransformer(ALPHABET, LENGTH, width=256, layers=4).to(device)
     if sharded:
         mesh = init_device_mesh(device, (dist.get_world_size(),))
+        # Nothing is changed in place here; torch says it at every step.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
     return model

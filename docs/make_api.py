@@ -23,7 +23,7 @@ HEAD = """# API
 The public names, each with its signature and the first paragraph of its docstring. `make api` writes this page.
 """
 OPTIONAL = ("integrations.distributed", "integrations.transformers", "integrations.tensorboard")
-"""Public modules for optional packages, which `qclip.__all__` leaves out."""
+"""Public modules for optional packages, which `qclip.__all__` leaves out. Flower is not installed where this runs."""
 
 wrap = runpy.run_path(str(DOCS / "wrap.py"))
 

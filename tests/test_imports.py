@@ -1,5 +1,6 @@
 """What the light modules import (never torch or matplotlib), and what works without the command line's packages."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -86,6 +87,20 @@ def test_one_module_imports_torch_distributed():
     )
     found = [path for path in source.rglob("*.py") if importing.search(path.read_text(encoding="utf-8"))]
     assert [path.relative_to(source).as_posix() for path in found] == ["training/process_group.py"]
+
+
+def test_one_module_imports_flower():
+    source = Path(qclip.__file__).parent
+    found = [path for path in source.rglob("*.py") if re.search(r"^\s*(import|from) flwr", path.read_text(), re.M)]
+    assert [path.relative_to(source).as_posix() for path in found] == ["integrations/flower.py"]
+
+
+def test_without_flower_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flwr", None)
+    monkeypatch.setitem(sys.modules, "flwr.app", None)
+    monkeypatch.delitem(sys.modules, "qclip.integrations.flower", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'qclip\[flower\]'"):
+        importlib.import_module("qclip.integrations.flower")
 
 
 def test_the_command_says_in_one_sentence_what_to_install():

@@ -35,12 +35,32 @@ def test_the_engine_page_runs(capsys):
     assert "0.weight" in run(code, capsys)
 
 
+def test_the_page_of_tables_runs(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    (code,) = python_blocks((ROOT / "docs/tables.md").read_text())
+    printed = run(code, capsys)
+    accuracy, epsilon = map(float, re.findall(r"accuracy ([\d.]+) at epsilon ([\d.]+)", printed)[0])
+    assert accuracy > 0.6  # who knows the law reaches 0.68
+    assert epsilon <= 3
+    assert "('no', 'yes')" in printed
+
+
 @pytest.mark.smoke
 def test_the_theory_page_runs(capsys):
     (code,) = python_blocks((ROOT / "docs/theory.md").read_text())
     printed = run(code, capsys)
     measured, guaranteed = map(float, re.findall(r"measured ([\d.]+), guaranteed ([\d.]+)", printed)[0])
     assert measured <= guaranteed
+
+
+def test_the_federated_page_runs(capsys):
+    torch.manual_seed(0)
+    code, *_ = python_blocks((ROOT / "docs/federated.md").read_text())
+    epsilon, tau = map(float, re.findall(r"epsilon ([\d.]+), clip norm ([\d.]+)", run(code, capsys))[0])
+    assert 0 < epsilon < 10
+    assert 0 < tau < 10
 
 
 def test_make_targets_named_in_the_documents_exist():

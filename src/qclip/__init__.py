@@ -8,10 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qclip import accounting, engine, schedules, theory, thresholds
+    from qclip import accounting, engine, federated, schedules, tables, theory, thresholds
     from qclip._validate import Refusal
     from qclip.engine import CostModel, clipped_gradients, explain, register_rule
+    from qclip.integrations.sklearn import PrivateClassifier, PrivateRegressor
     from qclip.simulation import problems, simulate
+    from qclip.tables.predictor import load
     from qclip.thresholds import (
         BalancedThreshold,
         Constant,
@@ -37,7 +39,9 @@ __all__ = [
     "GeometricQuantile",
     "HistogramQuantile",
     "LostThreshold",
+    "PrivateClassifier",
     "PrivateQuantile",
+    "PrivateRegressor",
     "PrivateTraining",
     "Refusal",
     "Repeated",
@@ -48,11 +52,14 @@ __all__ = [
     "clipped_gradients",
     "engine",
     "explain",
+    "federated",
+    "load",
     "make_private",
     "problems",
     "register_rule",
     "schedules",
     "simulate",
+    "tables",
     "theory",
     "thresholds",
 ]
@@ -68,7 +75,9 @@ _HOMES = {
     "GeometricQuantile": "thresholds",
     "HistogramQuantile": "thresholds",
     "LostThreshold": "training.lost_threshold",
+    "PrivateClassifier": "integrations.sklearn",
     "PrivateQuantile": "thresholds",
+    "PrivateRegressor": "integrations.sklearn",
     "PrivateTraining": "training.run",
     "Refusal": "_validate",
     "Repeated": "training.rows",
@@ -77,6 +86,7 @@ _HOMES = {
     "StepRecord": "training.history",
     "clipped_gradients": "engine",
     "explain": "engine",
+    "load": "tables.predictor",
     "make_private": "training.make",
     "register_rule": "engine",
 }

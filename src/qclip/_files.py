@@ -32,5 +32,10 @@ def replacing(path: Path, *, secret: bool = False) -> Iterator[IO[bytes]]:
 
 def replace_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path``, whole or not at all."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path``, whole or not at all."""
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(content)

@@ -1,4 +1,4 @@
-"""The folder of a run: its metrics, its summary, its checkpoint and its report.
+"""The folder of a run: its metrics, its summary, its checkpoint, its model and its report.
 
 ``metrics.jsonl`` grows by a line at each logical step and at each held-out score. ``summary.json`` and
 ``checkpoint.pt`` are replaced whole, so that an interruption at any point leaves the earlier ones. All but the
@@ -42,8 +42,13 @@ class RunFolder:
         return self.path / "checkpoint.pt"
 
     @property
+    def model_file(self) -> Path:
+        """The exported model, as it was when the run ended or stopped: without secrets."""
+        return self.path / "model.safetensors"
+
+    @property
     def report_file(self) -> Path:
-        """The report of a finished run."""
+        """The report of the run, as it was when the run ended or stopped."""
         return self.path / "report.html"
 
     @property
@@ -89,7 +94,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove the files of a run and no others; the summary goes first, without which no run can be resumed."""
-        for file in (self.summary_file, self.checkpoint_file, self.metrics_file, self.report_file):
+        for file in (self.summary_file, self.checkpoint_file, self.metrics_file, self.model_file, self.report_file):
             file.unlink(missing_ok=True)
 
     def append(self, line: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from qclip.engine.gradients.costs import CostModel
 from qclip.engine.gradients.forms import Dense
 from qclip.engine.gradients.parts import Part, Parts, collect, prepare
 from qclip.engine.gradients.plan import Plan, signature
-from qclip.engine.groups import ClipNorm, GroupSpec, partition
+from qclip.engine.groups import ClipNorm, GroupSpec, ValidChoice, partition
 from qclip.engine.kernels.products import scale_examples
 from qclip.engine.proof.precision import in_precision
 from qclip.engine.proof.proof import PROOFS, SAME_WAY, NotBroadcast
@@ -45,8 +45,6 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 Choice = ClipNorm | Callable[[Tensor], ClipNorm]
 """The clip norm of each group, or a function that chooses them given the norms [B, K] of the counted examples."""
-ValidChoice = tuple[float, ...] | Callable[[Tensor], ClipNorm]
-"""The same, with validated clip norms."""
 Plans = dict[Any, tuple[Plan, int, Snapshot]]
 """By kind of forward pass: its plan, how often the plan was used, and the constants at its proof."""
 _OFTEN = 3
@@ -489,10 +487,6 @@ class Engine:
         """Validate clip norms before anything is computed."""
         return clip_norm if callable(clip_norm) else self.groups.clip_norms(clip_norm)
 
-    def _chosen(self, clip_norms: ValidChoice, norms: Tensor) -> tuple[float, ...]:
-        """Return one clip norm per group: as validated, or chosen from the norms [B, K] of the counted examples."""
-        return self.groups.clip_norms(clip_norms(norms)) if callable(clip_norms) else clip_norms
-
     def clip(self, parts: Parts, losses: Tensor, is_counted: Tensor, clip_norms: ValidChoice) -> ClippedGradients:
         """Clip and sum prepared contributions.
 
@@ -505,17 +499,9 @@ class Engine:
         Returns:
             The clipped sums, the norms and the losses.
         """
-        bundles = clipping.bundled(parts, self.groups)
-        norms = clipping.group_norms(parts, bundles, self.groups, self.parameters, is_counted)
-        chosen = self._chosen(clip_norms, norms.by_group[is_counted])
-        # Where all is finite (one look at one flag), nothing has to be masked out.
-        is_usable = None if bool(norms.is_usable.all()) else norms.is_usable
-        clip_norms_k = torch.tensor(chosen, dtype=norms.by_group.dtype, device=is_counted.device)
-        factors = clipping.clip_factors(norms, clip_norms_k)
-        sums = clipping.clipped_sums(
-            parts, bundles, factors, self.groups, self.parameters, is_usable, keep=self.sharding.summed
+        return clipping.clip(
+            parts, self.groups, self.parameters, losses, is_counted, clip_norms, keep=self.sharding.summed
         )
-        return ClippedGradients.of(sums, norms.by_group, chosen, losses.detach(), is_counted)
 
     def _empty(self, clip_norms: ValidChoice) -> ClippedGradients:
         """Return the result for an empty batch: sums of zero."""
@@ -523,7 +509,7 @@ class Engine:
         norms = torch.zeros(0, len(self.groups), device=self.device)
         losses = torch.zeros(0, device=self.device)
         is_counted = torch.zeros(0, dtype=torch.bool, device=self.device)
-        return ClippedGradients(sums, losses, norms, self._chosen(clip_norms, norms), losses, is_counted)
+        return ClippedGradients(sums, losses, norms, self.groups.chosen(clip_norms, norms), losses, is_counted)
 
 
 _REMEDY = (

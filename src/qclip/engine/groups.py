@@ -1,9 +1,11 @@
 """Groups of parameters that are clipped together, each at its own clip norm."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+from torch import Tensor
 
 from qclip import _validate as check
 
@@ -12,6 +14,9 @@ GroupSpec = str | Mapping[str, str | Sequence[str]]
 
 ClipNorm = float | Sequence[float] | Mapping[str, float]
 """One clip norm for every group, or one per group in order, or one per group by name."""
+
+ValidChoice = tuple[float, ...] | Callable[[Tensor], ClipNorm]
+"""Validated clip norms, or a function that chooses them given the norms [B, K] of the counted examples."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,10 @@ class Groups:
             values = [clip_norm] * len(self)
         remedy = "it is the largest norm a clipped gradient may have"
         return tuple(check.norm("clip_norm", value, remedy) for value in values)
+
+    def chosen(self, clip_norms: ValidChoice, norms: Tensor) -> tuple[float, ...]:
+        """Return one clip norm per group: as validated, or chosen from the norms [B, K] of the counted examples."""
+        return self.clip_norms(clip_norms(norms)) if callable(clip_norms) else clip_norms
 
 
 def l2_bound(group_bounds: Iterable[float]) -> float:

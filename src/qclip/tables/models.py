@@ -1,5 +1,6 @@
 """The models of tables: small, without dropout or batch statistics."""
 
+from itertools import pairwise
 from typing import Final, Literal, get_args
 
 from torch import nn
@@ -30,6 +31,8 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
     return model
 
 
-def perceptron(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """Return a perceptron with one hidden layer and tanh."""
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+def perceptron(inputs: int, hidden: int, outputs: int, *, layers: int = 1) -> nn.Module:
+    """Return a perceptron with hidden layers of one width, and tanh."""
+    widths = [inputs, *[hidden] * layers]
+    steps = [step for pair in pairwise(widths) for step in (nn.Linear(*pair), nn.Tanh())]
+    return nn.Sequential(*steps, nn.Linear(hidden, outputs))

@@ -187,6 +187,13 @@ def _sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
     return [len(group["params"]) for group in groups]
 
 
+def sampled(settings: Mapping[str, Any], num_steps: int) -> dict[str, list[Any]]:
+    """Return a few values of every schedule among the settings, to compare runs by: functions cannot be compared."""
+    last = num_steps - 1
+    steps = sorted({0, last // 3, 2 * last // 3, last})
+    return {name: [float(value(t)) for t in steps] for name, value in settings.items() if callable(value)}
+
+
 def seed_state(seed: np.random.SeedSequence) -> dict[str, Any]:
     """Return a seed as plain data."""
     return {"entropy": seed.entropy, "spawn_key": tuple(seed.spawn_key)}

@@ -426,11 +426,8 @@ class PrivateTraining:
 
     def _schedules(self) -> dict[str, list[Any]]:
         """Return values of every schedule to compare runs by: the noise of one run must not serve another."""
-        last = self._plan.num_steps - 1
-        steps = sorted({0, last // 3, 2 * last // 3, last})
         step_size = "auto" if isinstance(self._step_size, AutoStepSize) else self._step_size
-        schedules = {"step_size": step_size} | vars(self.threshold)
-        sampled = {name: [float(value(t)) for t in steps] for name, value in schedules.items() if callable(value)}
+        sampled = checkpoint.sampled({"step_size": step_size} | vars(self.threshold), self._plan.num_steps)
         return sampled if step_size is None or callable(step_size) else sampled | {"step_size": [step_size]}
 
     def _execution(self) -> dict[str, Any]:

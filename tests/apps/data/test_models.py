@@ -3,6 +3,7 @@
 import torch
 
 from qclip.apps.data import models
+from qclip.tables.models import perceptron
 
 
 def count(model):
@@ -18,9 +19,9 @@ def test_the_cnns_are_those_of_tramer_and_boneh():
 
 def test_a_fresh_model_follows_the_global_generator():
     torch.manual_seed(0)
-    first, second = models.perceptron(3, 4, 2), models.perceptron(3, 4, 2)
+    first, second = perceptron(3, 4, 2), perceptron(3, 4, 2)
     torch.manual_seed(0)
-    again = models.perceptron(3, 4, 2)
+    again = perceptron(3, 4, 2)
     assert torch.equal(first[0].weight, again[0].weight)
     assert not torch.equal(first[0].weight, second[0].weight)
 

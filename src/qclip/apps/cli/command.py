@@ -10,18 +10,24 @@ from rich.markup import escape
 from qclip.apps.cli.bench import BenchCommand
 from qclip.apps.cli.experiment import ExperimentCommand
 from qclip.apps.cli.plan import PlanCommand
+from qclip.apps.cli.predict import PredictCommand
 from qclip.apps.cli.report import ReportCommand
 from qclip.apps.cli.reproduce import ReproduceCommand
 from qclip.apps.cli.train import TrainCommand
 
 Command = (
     Annotated[TrainCommand, tyro.conf.subcommand("train")]
+    | Annotated[PredictCommand, tyro.conf.subcommand("predict")]
     | Annotated[ReproduceCommand, tyro.conf.subcommand("reproduce")]
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[ReportCommand, tyro.conf.subcommand("report")]
     | Annotated[ExperimentCommand, tyro.conf.subcommand("experiment")]
     | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
 )
+
+
+_APPENDED = ("--case", "--mode", "--only")
+"""Options whose values add up."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -51,4 +57,5 @@ def run(arguments: Sequence[str]) -> int:
 def _repeated(arguments: Sequence[str]) -> str | None:
     """Return an option that was given twice: of its values, the parser would keep the last ones in silence."""
     options = [word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")]
-    return next((option for k, option in enumerate(options) if option in options[:k]), None)
+    single = [option for option in options if option not in _APPENDED]
+    return next((option for k, option in enumerate(single) if option in single[:k]), None)

@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from qclip.apps.data import files, models
+from qclip.apps.data import files
 from qclip.apps.data.task import Defaults, Task, classifier
 from qclip.tables.columns import Column
 from qclip.tables.encodings import Dropped, Encoding, Interval, Magnitude, OneOf
+from qclip.tables.models import linear
 from qclip.tables.reader import read_records
 from qclip.tables.table import Table
 
@@ -59,8 +60,7 @@ FILES = ("adult.data.gz", "adult.test.gz")
 
 def adult(data_dir: Path | None) -> Task:
     """Load Adult: predict who earns over 50,000 dollars a year; the published test rows are held out."""
-    source = "get the Adult data set (census income) of the UCI machine learning repository and name its folder"
-    train, held_out = (_pairs(path) for path in files.find(data_dir, ("adult",), FILES, source=source))
+    train, held_out = (encoded(adult_table(path)) for path in adult_files(data_dir))
     inputs = train.tensors[0].shape[1]
     description = (
         f"{len(train)} people, {len(held_out)} held out (the published test set), {inputs} inputs by the published "
@@ -68,16 +68,27 @@ def adult(data_dir: Path | None) -> Task:
     )
     defaults = Defaults(batch_size=1024, epochs=20)
     return classifier(
-        "adult", train, held_out, partial(models.linear, inputs, 2), defaults, description, classes=INCOME.options
+        "adult", train, held_out, partial(linear, inputs, 2), defaults, description, classes=INCOME.options
     )
 
 
-def _pairs(path: Path) -> TensorDataset:
-    """Return inputs [N, F] with labels [N]."""
+def adult_files(data_dir: Path | None) -> tuple[Path, ...]:
+    """Return the files of the training and of the test rows."""
+    source = "get the Adult data set (census income) of the UCI machine learning repository and name its folder"
+    return files.find(data_dir, ("adult",), FILES, source=source)
+
+
+def adult_table(path: Path) -> Table:
+    """Return the table of a file: the columns of `SCHEMA`, and "income" as in `INCOME`."""
     records = read_records(path, separator=",")
     rows = ((line, fields) for line, fields in records if not fields[0].startswith("|"))  # a remark in adult.test
     table = Table.of_records([*SCHEMA, "income"], rows, str(path))
     income = [value.removesuffix(".") for value in table["income"].texts()]  # adult.test has dots
+    places = table["income"].places
+    return Table({**table.columns, "income": Column.of_texts("income", income, places)}, table.source)
+
+
+def encoded(table: Table) -> TensorDataset:
+    """Return inputs [N, F] with labels [N]."""
     inputs = np.hstack([encoding.encode(table[name]) for name, encoding in SCHEMA.items()]).astype(np.float32)
-    labels = INCOME.indices(Column.of_texts("income", income, table["income"].places))
-    return TensorDataset(torch.from_numpy(inputs), torch.from_numpy(labels))
+    return TensorDataset(torch.from_numpy(inputs), torch.from_numpy(INCOME.indices(table["income"])))

@@ -13,6 +13,7 @@ from qclip import _validate as check
 from qclip.apps.data import files, models
 from qclip.apps.data.pixels import NUM_CLASSES, Bytes, check_labels, labelled
 from qclip.apps.data.task import Defaults, Task, classifier, hold_out
+from qclip.tables.models import perceptron
 
 DIGITS = tuple(map(str, range(10)))
 CLOTHES = (
@@ -37,7 +38,7 @@ def digits() -> Task:
     pixels, labels = (torch.tensor(each) for each in load_digits(return_X_y=True))
     train, held_out = hold_out(pixels.float() / 16, labels.long())
     description = f"{len(train)} digits of 8 x 8 pixels, {len(held_out)} held out (every 6th), 10 classes"
-    model = partial(models.perceptron, 64, 64, NUM_CLASSES)
+    model = partial(perceptron, 64, 64, NUM_CLASSES)
     defaults = Defaults(batch_size=256, epochs=30)
     return classifier("digits", train, held_out, model, defaults, description, classes=DIGITS)
 

@@ -4,18 +4,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-def linear(inputs: int, outputs: int) -> nn.Linear:
-    """Return a linear model whose weights and biases start at zero."""
-    model = nn.Linear(inputs, outputs)
-    nn.init.zeros_(model.weight)
-    nn.init.zeros_(model.bias)
-    return model
+from qclip.tables.models import linear
 
 
-def perceptron(inputs: int, hidden: int, outputs: int) -> nn.Module:
-    """Return a perceptron with one hidden layer and tanh."""
-    return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))
+def autoencoder(inputs: int, hidden: int, code: int) -> nn.Module:
+    """Return an autoencoder with tanh, and one hidden layer on each side of its code."""
+    return nn.Sequential(
+        nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, code), nn.Tanh(),
+        nn.Linear(code, hidden), nn.Tanh(), nn.Linear(hidden, inputs),
+    )  # fmt: skip
 
 
 def mnist_cnn() -> nn.Module:
@@ -50,6 +47,14 @@ class TextClassifier(nn.Module):
         outputs = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
         weights = mask.unsqueeze(-1).to(outputs.dtype)
         return self.head((outputs * weights).sum(1) / weights.sum(1).clamp(min=1))
+
+
+def next_character(alphabet: int, context: int, *, width: int = 8, hidden: int = 64) -> nn.Module:
+    """Return a perceptron that scores the next character, [B, alphabet], from those before it, [B, context]."""
+    return nn.Sequential(
+        nn.Embedding(alphabet, width), nn.Flatten(), nn.Linear(context * width, hidden), nn.Tanh(),
+        nn.Linear(hidden, alphabet),
+    )  # fmt: skip
 
 
 class CausalTransformer(nn.Module):

@@ -19,6 +19,10 @@ OTHER = len(ALPHABET)
 WINDOW = 64
 SPEECHES = "speeches.tsv.gz"
 PLAIN = "tinyshakespeare_input.txt.gz"
+SOURCE = (
+    "get the speeches, one to a line after a header line: play, speaker and text between tabs, line feeds written as "
+    "\\n"
+)
 
 
 def shakespeare(data_dir: Path | None) -> Task:
@@ -27,10 +31,7 @@ def shakespeare(data_dir: Path | None) -> Task:
     The protected example is a window, not a speaker. Windows do not overlap; those of the speeches stay within one
     speaker of one play.
     """
-    source = (
-        "get the speeches, one to a line after a header line: play, speaker and text between tabs, line feeds written "
-        "as \\n; or the text known as tiny Shakespeare, input.txt of the char-rnn project"
-    )
+    source = f"{SOURCE}; or the text known as tiny Shakespeare, input.txt of the char-rnn project"
     (path,) = files.find(data_dir, ("shakespeare",), (SPEECHES,), (PLAIN,), source=source)
     text = files.read_text(path)
     pieces = speeches(text, path) if path.name.startswith("speeches") else [text]
@@ -49,6 +50,12 @@ def shakespeare(data_dir: Path | None) -> Task:
     return classifier("shakespeare", train, held_out, model, defaults, description, chunk=250)
 
 
+def speeches_file(data_dir: Path | None) -> Path:
+    """Return the file of the speeches, which knows the speakers."""
+    (path,) = files.find(data_dir, ("shakespeare",), (SPEECHES,), source=SOURCE)
+    return path
+
+
 def speeches(text: str, path: Path) -> list[str]:
     """Return the joined speeches of each speaker in each play, from lines of play, speaker and text."""
     by_speaker: dict[tuple[str, str], list[str]] = {}
@@ -64,8 +71,8 @@ def speeches(text: str, path: Path) -> list[str]:
     return ["\n".join(each) for each in by_speaker.values()]
 
 
-def windows(pieces: Sequence[str]) -> Tensor:
-    """Return the character ids of each window, [N, 65]; pieces are cut from their start, and the remainder is dropped.
+def windows(pieces: Sequence[str], length: int = WINDOW + 1) -> Tensor:
+    """Return the character ids of each window, [N, length]; pieces are cut from their start, the remainder is dropped.
 
     >>> windows(["a" * 64 + "é" + "left", "too short"])[:, -2:]
     tensor([[66, 96]])
@@ -73,9 +80,9 @@ def windows(pieces: Sequence[str]) -> Tensor:
     numbers = {ord(character): k for k, character in enumerate(ALPHABET)}
     table = np.full(0x110000, OTHER)
     table[list(numbers)] = list(numbers.values())
-    rows = [np.zeros((0, WINDOW + 1), dtype=np.int64)]
+    rows = [np.zeros((0, length), dtype=np.int64)]
     for piece in pieces:
         codes = np.frombuffer(piece.encode("utf-32-le"), dtype="<u4")
-        count = len(codes) // (WINDOW + 1)
-        rows.append(table[codes[: count * (WINDOW + 1)]].reshape(count, WINDOW + 1))
+        count = len(codes) // length
+        rows.append(table[codes[: count * length]].reshape(count, length))
     return torch.from_numpy(np.concatenate(rows))

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -20,6 +21,8 @@ class Effort:
     quick: bool = False
     seed: int = 0
     stream: int = 0
+    data_dir: Path | None = None
+    """Folder of the data sets; None where they are not at hand, and others that come along stand in."""
 
     def pick(self, quick: int, full: int) -> int:
         """Return one of two sizes."""

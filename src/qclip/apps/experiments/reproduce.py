@@ -19,7 +19,17 @@ from rich.table import Table
 
 from qclip import _validate as check
 from qclip._files import replace_text
-from qclip.apps.experiments import additions, fixed_clip, lemmas, privacy, rates, theorem1, theorem2, two_point
+from qclip.apps.experiments import (
+    additions,
+    figure1,
+    fixed_clip,
+    lemmas,
+    privacy,
+    rates,
+    theorem1,
+    theorem2,
+    two_point,
+)
 from qclip.apps.experiments.claim import Claim, Effort, Outcome
 from qclip.apps.report import page
 from qclip.apps.report.style import save
@@ -55,6 +65,7 @@ CLAIMS: tuple[Claim, ...] = (
     additions.inexact_quantile,
     additions.certificate,
     additions.group_noise_allocation,
+    figure1.figure1,
 )
 
 COLORS = {"holds": "green", "erratum": "yellow", "fails": "red"}
@@ -96,7 +107,12 @@ def select(only: Sequence[str]) -> list[Claim]:
 
 
 def reproduce(
-    out: Path, *, quick: bool = False, only: Sequence[str] = (), console: Console | None = None
+    out: Path,
+    *,
+    quick: bool = False,
+    only: Sequence[str] = (),
+    data_dir: Path | None = None,
+    console: Console | None = None,
 ) -> list[ClaimResult]:
     """Run the claims and write ``claims.json``, ``figures/`` and ``report.html``.
 
@@ -106,6 +122,7 @@ def reproduce(
         out: Folder to write to.
         quick: Whether to run smaller experiments.
         only: Ids of claims; all claims when left out.
+        data_dir: Folder of the data sets of `figure1`; without it, digits stand in.
         console: Where to print the progress.
 
     Raises:
@@ -114,7 +131,7 @@ def reproduce(
     console = console or Console()
     chosen = select(only)
     (out / "figures").mkdir(parents=True, exist_ok=True)
-    effort = Effort(quick=quick)
+    effort = Effort(quick=quick, data_dir=data_dir)
     rows: list[ClaimResult] = []
     text = TextColumn("{task.description}")
     columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

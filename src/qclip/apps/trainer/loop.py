@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from qclip import _validate as check
+from qclip.apps.trainer.export import export
 from qclip.apps.trainer.interrupt import Interrupt
 from qclip.apps.trainer.run import TrainerRun
 from qclip.apps.trainer.screen import Screen
@@ -19,6 +20,7 @@ def train(run: TrainerRun, screen: Screen, interrupt: Interrupt) -> bool:
     """Train to the end of the plan or to an interruption.
 
     - A checkpoint is written before the first step, after every epoch, and at an interruption.
+    - The model is exported at the end, or at an interruption.
     - A run whose parameters or held-out loss are no longer finite is refused, and its last checkpoint stays. Both are
       functions of released values; only the moment of the check of the held-out loss depends on the training examples.
 
@@ -42,6 +44,7 @@ def train(run: TrainerRun, screen: Screen, interrupt: Interrupt) -> bool:
         if done % training.steps_per_epoch == 0:
             _score(run, screen, done)
         _save(run)
+    export(run)
     run.folder.write_summary(summarise(run, exact=True))
     return done == training.num_steps
 

@@ -1,4 +1,4 @@
-"""Clipping: norms, clip factors and clipped sums of the contributions. Nothing here waits for the device.
+"""Clipping: norms, clip factors and clipped sums of the contributions. Nothing but `clip` waits for the device.
 
 Shapes: B batch size, K groups, N elements.
 """
@@ -13,8 +13,9 @@ from torch import Tensor
 from qclip.engine.gradients import derivations
 from qclip.engine.gradients.forms import Dense, Outer, Products, Rows, Squares, joint_squared_norms
 from qclip.engine.gradients.parts import Part, Parts
-from qclip.engine.groups import Groups
+from qclip.engine.groups import Groups, ValidChoice
 from qclip.engine.kernels.products import as_float32, keep_examples, square_sums, weighted_rows
+from qclip.engine.result import ClippedGradients
 
 FEW: Final = 4
 """Up to this number, squared norms are added one by one."""
@@ -33,6 +34,40 @@ class Bundle(NamedTuple):
     """[B, N]."""
     lengths: Mapping[str, int]
     """The number of elements of each parameter, in order."""
+
+
+def clip(
+    parts: Parts,
+    groups: Groups,
+    parameters: Mapping[str, Tensor],
+    losses: Tensor,
+    is_counted: Tensor,
+    clip_norms: ValidChoice,
+    *,
+    keep: Callable[[str, Tensor], Tensor] = lambda _, total: total,
+) -> ClippedGradients:
+    """Clip and sum prepared contributions, and look once whether all of them are finite.
+
+    Args:
+        parts: The contributions to every parameter.
+        groups: The partition of the parameters.
+        parameters: The parameters by name, for the shapes and dtypes of the sums.
+        losses: One loss per example, [B].
+        is_counted: Which examples count, [B].
+        clip_norms: One clip norm per group as a tuple, or a function that chooses them.
+        keep: Returns what is kept of a sum (`clipped_sums`).
+
+    Returns:
+        The clipped sums, the norms and the losses.
+    """
+    bundles = bundled(parts, groups)
+    norms = group_norms(parts, bundles, groups, parameters, is_counted)
+    chosen = groups.chosen(clip_norms, norms.by_group[is_counted])
+    # Where all is finite, nothing has to be masked out.
+    is_usable = None if bool(norms.is_usable.all()) else norms.is_usable
+    factors = clip_factors(norms, torch.tensor(chosen, dtype=norms.by_group.dtype, device=is_counted.device))
+    sums = clipped_sums(parts, bundles, factors, groups, parameters, is_usable, keep)
+    return ClippedGradients.of(sums, norms.by_group, chosen, losses.detach(), is_counted)
 
 
 def bundled(parts: Parts, groups: Groups) -> list[Bundle]:

@@ -1,0 +1,1 @@
+"""Digits, split among the clients of a federated run."""
