@@ -38,7 +38,7 @@ def test_each_class_has_its_recall_and_precision(tmp_path):
     html = text(results.section(read(made_run(tmp_path, evaluation=RARE))))
     row = "".join(f'<td class="number">{cell}</td>' for cell in ("15", "10", "0.400", "0.667"))
     assert f"<td>&lt;yes&gt;</td>{row}" in html
-    assert "the probability of “&lt;yes&gt;”" in html
+    assert "gives to “&lt;yes&gt;”" in html
     assert 'alt="share that came true against probability"' in html
 
 

@@ -15,7 +15,7 @@ from qclip._validate import Floats
 from qclip.apps.run_summary import Evaluation
 
 BINS = 10
-"""The number of bins of predicted probabilities."""
+"""The number of bins of predicted probabilities, with equally many examples in each."""
 
 
 def auc(scores: Floats, positive: NDArray[np.bool_]) -> float:
@@ -97,10 +97,11 @@ def evaluation(outputs: Tensor, targets: Tensor, classes: Sequence[str]) -> Eval
 def calibration(probabilities: Floats, happened: NDArray[np.bool_]) -> list[list[float]]:
     """Return, for each bin of predictions that has any, their mean, the share that came true, and their number.
 
-    >>> calibration(np.array([0.04, 0.06, 0.97]), np.array([False, True, True]))
-    [[0.05, 0.5, 2.0], [0.97, 1.0, 1.0]]
+    >>> calibration(np.repeat([0.25, 0.75], 20), np.repeat([False, True, True, True], 10))
+    [[0.25, 0.5, 20.0], [0.75, 1.0, 20.0]]
     """
-    bins = np.minimum((probabilities * BINS).astype(int), BINS - 1)
+    edges = np.quantile(probabilities, np.arange(1, BINS) / BINS)
+    bins = np.searchsorted(edges, probabilities)  # equal predictions are in one bin
     inside = [bins == k for k in range(BINS)]
     return [
         [float(probabilities[where].mean()), float(happened[where].mean()), float(where.sum())]

@@ -114,11 +114,12 @@ def calibration(bins: Sequence[Sequence[float]]) -> Figure:
     """Draw the share that came true against the predicted probability; a bin is (mean, share, number)."""
     figure, (ax,) = new_figure(width=4.2, height=3.4)
     mean, share, count = np.array(bins).T
-    ax.plot([0, 1], [0, 1], "--", color="black", linewidth=0.9)
+    most = min(1.0, 1.15 * max(mean.max(), share.max()))  # probabilities of a rare class are all small
+    ax.plot([0, most], [0, most], "--", color="black", linewidth=0.9)
     ax.plot(mean, share, "-", color=BLUE, linewidth=1.0)
-    ax.scatter(mean, share, s=12 + 90 * count / count.max(), color=BLUE, zorder=3)
-    ax.set_xlim(-0.03, 1.03)
-    ax.set_ylim(-0.03, 1.03)
+    ax.scatter(mean, share, s=12 + 30 * count / count.max(), color=BLUE, zorder=3)
+    ax.set_xlim(-0.03 * most, 1.03 * most)
+    ax.set_ylim(-0.03 * most, 1.03 * most)
     label(ax, "predicted probability", "share that came true")
     return figure
 

@@ -69,7 +69,7 @@ def _classes(evaluation: Evaluation) -> Iterator[str]:
             "Recall: the share of the class that was found. Precision: the share of the predictions that were right.",
         )
     if len(evaluation.calibration) > 1:
-        of = f"the probability of “{escape(evaluation.positive)}”" if evaluation.positive else "the likeliest class"
+        of = f"“{escape(evaluation.positive)}”" if evaluation.positive else "the class it predicts"
         yield "<h3>Calibration</h3>"
         yield page.caption(
             f"Examples in bins of the probability that the model gives to {of}: how often it was so.",

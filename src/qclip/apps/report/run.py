@@ -69,7 +69,8 @@ def _body(record: Record) -> Iterator[str]:
 
 
 def _headline(record: Record) -> str:
-    cards = [(words.number(record.last(metric)), f"held-out {escape(metric)}") for metric in record.metrics[:1]]
+    named = list(dict.fromkeys([*record.metrics[:1], *(name for name in record.metrics if name == "auc")]))
+    cards = [(words.number(record.last(metric)), f"held-out {escape(metric)}") for metric in named]
     delta = words.number(record.summary.delta)
     cards.append((f"ε = {words.epsilon(record.epsilon)}", f"spent, at δ = {delta}" if record.private else "no privacy"))
     if len(record.steps):
