@@ -5,8 +5,10 @@ import datetime
 import numpy as np
 import pytest
 
+import qclip
 from qclip.apps.cli import main
 from qclip.apps.run_folder import RunFolder
+from qclip.tables import read
 from qclip.tables.examples import is_held_out
 
 QUICK = ("--noise-multiplier", "8", "--epochs", "1", "--batch-size", "40")
@@ -185,3 +187,37 @@ def test_a_run_is_not_resumed_on_changed_data(capsys, monkeypatch, ward, tmp_pat
     ward.write_bytes(original)
     status, _, err = run(capsys, "--resume", "--out", tmp_path / "run")
     assert (status, err) == (0, "")
+
+
+def test_what_an_export_says_is_learnt_at_epsilon_3(capsys, tmp_path):
+    """The AUC of new patients is near that of a regression without privacy on the same inputs.
+
+    A temperature that varies little and a word decide. Of 5 seeds the AUC was at worst 0.003 below; this one is fixed.
+    """
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    metrics = pytest.importorskip("sklearn.metrics")
+    rng = np.random.default_rng(0)
+
+    def write(name, rows):
+        lines = ["patient;temperatur;befund;station;rückfall"]
+        for k in range(rows):
+            note, warm = rng.choice(WORDS, 4), rng.normal(37, 0.7)
+            score = 2 * (warm - 37) + 1.5 * ("Sturz" in note) - 2.5 + rng.logistic()
+            said = ["NA", f"{warm:.1f}".replace(".", ",")][k % 9 > 0]
+            lines.append(f'P{k // 2};{said};"{" ".join(note)}; {k} Tage";Innere;{["nein", "ja"][score > 0]}')
+        (tmp_path / name).write_bytes("\r\n".join([*lines, ""]).encode("cp1252"))
+        return tmp_path / name
+
+    old, new = write("old.csv", 6000), read(write("new.csv", 3000))
+    arguments = ("--data", old, "--target", "rückfall", "--unit", "patient", "--seed", "1", "--out", tmp_path / "run")
+    assert run(capsys, *arguments)[0] == 0
+    model = qclip.load(tmp_path / "run")
+    schema = model.schema
+    table = read(old)
+    plain = linear_model.LogisticRegression(max_iter=1000).fit(schema.inputs(table), schema.targets(table))
+    happened = schema.targets(new) == schema.classes.index("ja")
+    theirs = metrics.roc_auc_score(happened, plain.predict_proba(schema.inputs(new))[:, schema.classes.index("ja")])
+    scores = model.predict_proba(new)
+    ours = metrics.roc_auc_score(happened, scores[:, schema.classes.index("ja")])
+    assert theirs > 0.75
+    assert ours > theirs - 0.02
