@@ -9,16 +9,10 @@ pytest.importorskip("scipy")
 pytest.importorskip("dp_accounting")
 
 from federated import rounds
-from gpu.device import DEVICE
+from gpu.device import DEVICE, moved
 from qclip.thresholds import Constant
 
 pytestmark = pytest.mark.gpu
-
-LIKE = {name: x.to(DEVICE) for name, x in rounds.LIKE.items()}
-
-
-def moved(update):
-    return {name: x.to(DEVICE) for name, x in update.items()}
 
 
 def run(path, groups, like, place):
@@ -42,7 +36,7 @@ def test_without_noise_it_is_the_run_of_a_cpu(path, groups):
     """Also for updates that lie on the CPU, as those of remote clients do."""
     expected, history = run(path, groups, rounds.LIKE, lambda update: update)
     for place in (moved, lambda update: update):
-        means, found = run(path, groups, LIKE, place)
+        means, found = run(path, groups, moved(rounds.LIKE), place)
         for mean, other in zip(means, expected, strict=True):
             for name, x in mean.items():
                 assert x.device.type == DEVICE.type
