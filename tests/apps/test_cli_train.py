@@ -182,3 +182,9 @@ def test_the_summary_is_what_was_promised(capsys, small, tmp_path):
 def test_the_command_line_answers_without_loading_torch():
     code = "import sys, qclip.apps.cli; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_missing_report_is_said_before_the_training(small, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("qclip.apps.cli.train.find_spec", lambda name: None)
+    _, printed, _ = run(capsys, *small, "--out", tmp_path / "run")
+    assert printed.index("there will be no report") < printed.index("epoch 1/2")

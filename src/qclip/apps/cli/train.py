@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -112,6 +113,8 @@ def _say_what(console: Console, run: "TrainerRun") -> None:
         lines.append("seeded, for tests only: anyone who knows the seed can subtract the noise")
     if training.history:
         lines.append(f"resuming after step {len(training.history)}")
+    if find_spec("matplotlib") is None:
+        lines.append("there will be no report, because matplotlib is not installed; pip install 'qclip[train]'")
     if training.lost_threshold:
         lines.append(f"warning: {training.lost_threshold}")
     for line in lines:

@@ -28,6 +28,7 @@ class Screen:
             MofNCompleteColumn(),
             TextColumn("{task.fields[values]}"),
             TimeRemainingColumn(compact=True),
+            TextColumn("left"),
             console=console,
             disable=not console.is_terminal,
             transient=True,
@@ -45,7 +46,7 @@ class Screen:
 
     def step(self, line: Mapping[str, Any], raw_loss: float) -> None:
         """Show a step."""
-        values = f"{_state(line)}  raw_loss {raw_loss:.3g}"
+        values = f"{_state(line)}  raw_loss (not private) {raw_loss:.3g}"
         self._progress.update(self._bar, completed=line["step"] + 1, values=values)
 
     def score(self, line: Mapping[str, Any]) -> None:
