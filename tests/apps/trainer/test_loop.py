@@ -244,7 +244,7 @@ def test_the_raw_loss_is_shown_on_a_terminal_and_nowhere_else():
             screen.score({"step": 4, "epoch": 1, "held_out": {"accuracy": 0.5}, "epsilon": None})
             screen.warn("raw")
         shown[terminal] = console.file.getvalue()
-    assert "raw_loss 0.777" in shown[True]
+    assert "raw_loss (not private) 0.777" in shown[True]
     assert "tau 0.5 (lost)  unclipped 0.40" in shown[True]
     assert "raw" in shown[True]
     assert shown[False] == "epoch 1/3  step 4/12  held-out accuracy 0.5  epsilon infinite\n"
