@@ -170,6 +170,19 @@ def test_kinds_are_guessed_from_every_value(values, kind):
     assert Schema.of(table, target="y").encodings["x"] == kind
 
 
+def test_many_texts_of_several_words_are_free_text_though_each_occurs_often():
+    """Reports from a template repeat; hundreds of categories would share 64 inputs."""
+    table = Table.of_frame(
+        {
+            "report": [f"fever since day {k % 257}" for k in range(2570)],
+            "diagnosis": [f"disorder of type {k % 256}" for k in range(2570)],
+            "y": ["a", "b"] * 1285,
+        }
+    )
+    encodings = Schema.of(table, target="y").encodings
+    assert (encodings["report"], encodings["diagnosis"]) == (Words(), Hashed())
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

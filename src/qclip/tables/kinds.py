@@ -16,6 +16,8 @@ _NEARLY = 0.9
 """From this share of numbers (or dates) on, a column of other texts is a column of numbers with mistakes."""
 _SEVERAL = 3
 """Words from which on a text is free text rather than the name of a category."""
+_CATEGORIES = 256
+"""Different texts of several words above which they are free text: so many names would share the inputs of a hash."""
 
 
 def declared(column: Column, kind: str, spellings: Iterable[str]) -> Encoding:
@@ -49,7 +51,7 @@ def guessed(column: Column, spellings: Iterable[str]) -> Encoding:
     """Return the encoding of a column whose kind was not given, from its known values.
 
     - A number where every value is one; a date where every value is one; free text where most values have three words
-      or more and most differ; otherwise a category.
+      or more and most differ, or more than 256 do; otherwise a category.
     - A column without any value is not used.
 
     Args:
@@ -85,7 +87,7 @@ def _guessed_text(known: Column) -> Encoding:
         remedy = f"write four digits, or declare it: {known.name}=text in columns"
         raise check.Refusal(f"column {known.name!r} holds dates whose years have two digits; {remedy}")
     several = np.array([len(value.split()) >= _SEVERAL for value in distinct])[codes]
-    if several.mean() > 0.5 and len(distinct) > len(known) / 2:
+    if several.mean() > 0.5 and len(distinct) > min(len(known) / 2, _CATEGORIES):
         return Words()
     if all_differ:
         raise _names_of_rows(known, "texts")
