@@ -4,8 +4,8 @@
     accelerate launch --num-processes 2 examples/accelerate_loop.py      # on two GPUs: the same run; --cpu without any
 
 `accelerator.prepare` gets the model. `make_private` gets the optimizer and the data unwrapped: qclip samples and guards
-the step itself. `accelerator.backward` would scale the loss and is not needed: float16 and its scaler are refused, and
-bfloat16 has the range of float32.
+the step itself. `accelerator.backward(loss)` is not needed, and works too. For mixed precision take bfloat16, which has
+the range of float32: the GradScaler of float16 is refused, and without one small gradients vanish in float16.
 """
 
 from dataclasses import dataclass

@@ -602,7 +602,7 @@ def other_model():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": None}, "must be given, not loss = None and per_example_loss = None"),
+        ({"loss": None}, "loss and per_example_loss must be given, and neither was"),
         ({"physical_batch_size": 0}, "physical_batch_size = 0 must be >= 1"),
         ({"optimizer": other_model()}, "optimizer has 4 parameters that are not the model's"),
         ({"optimizer": [object()]}, "optimizer = 'object' must be a torch.optim.Optimizer"),

@@ -140,8 +140,9 @@ class Guard:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             raise Refusal(
-                f"optimizer.step(closure = {closure!r}) would compute gradients without clipping or noise: call "
-                "training.step(batch), or training.loss(...).backward() and then optimizer.step()"
+                "optimizer.step() was called with a closure, which would compute gradients without clipping or noise: "
+                "call training.step(batch), or training.loss(...).backward() and then optimizer.step() without one. "
+                "Lightning passes a closure unless the module sets self.automatic_optimization = False"
             )
         due = []
         for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):

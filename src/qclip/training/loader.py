@@ -169,7 +169,7 @@ class TicketLoader:
     """An iterable of physical batches, drawn by a sampler, each with a ticket.
 
     One pass yields the rest of the current epoch, or of the plan if its length was given in steps. A new pass ends the
-    one before. There is no ``len``: the number of physical batches of a pass is random.
+    one before. ``len`` is the number of batches of a whole pass; there is none where it is random.
 
     Args:
         source: A map-style data set, or a DataLoader. The data set, collate function, workers and pinning of a
@@ -200,11 +200,44 @@ class TicketLoader:
         self.random_state: RandomState | None = None
         """That of the global generators before the first batch of the current logical step was fetched."""
         self._source, self._plan, self._done = source, plan, done
+        self._physical_batch_size = physical_batch_size
         self._pass: object = None
         self._workers = torch.Generator()
         in_workers = isinstance(source, DataLoader) and source.num_workers > 0
         self._draws = _Draws(sampler, physical_batch_size, seeded=in_workers, ranks=ranks or Ranks())
         self._batches = _data_loader(source, self._draws, self._workers)
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The data set."""
+        return dataset_of(self._source)
+
+    @property
+    def batch_size(self) -> int:
+        """The expected number of examples of a logical step."""
+        return self._plan.batch_size
+
+    @property
+    def num_workers(self) -> int:
+        """The number of worker processes of the DataLoader."""
+        return self._source.num_workers if isinstance(self._source, DataLoader) else 0
+
+    def __len__(self) -> int:
+        """Return the number of batches of a whole pass, where every logical step is one physical batch.
+
+        Otherwise the number of batches is random, and there is no length: loops that count to it, and schedulers that
+        take it for a number of steps, would be wrong.
+        """
+        largest_draw = self._plan.batch_size if self._plan.sampling == "uniform" else self.num_examples
+        if self._physical_batch_size is not None and self._physical_batch_size < largest_draw:
+            # A TypeError, as of any iterable without a length: progress bars go on without a total.
+            raise TypeError(
+                f"training.loader has no len() with physical_batch_size = {self._physical_batch_size}: the number of "
+                "physical batches of a pass is random. For a scheduler, which steps when training.updated is True, use "
+                "training.steps_per_epoch; for a progress bar, tqdm(total=training.num_steps) and "
+                "bar.update(training.updated)"
+            )
+        return self._plan.steps_per_pass
 
     def __iter__(self) -> Iterator[Any]:
         steps = self._plan.steps_of_pass(len(self._done))

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -123,6 +123,19 @@ class PrivateLoss:
         """Return the mean loss of the batch. It is raw: show it to yourself only."""
         return self._raw_loss.item()
 
+    def detach(self) -> Tensor:
+        """Return the mean loss of the batch as a tensor, 0-dim, without a gradient. It is as raw as `item`."""
+        return self._raw_loss.detach()
+
+    def __float__(self) -> float:
+        return self.item()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else repr(self)
+
+    def __repr__(self) -> str:
+        return f"PrivateLoss({self.item():.6g})"
+
     def __iter__(self) -> Iterator[Tensor]:
         # GradScaler.scale iterates over whatever is not a tensor.
         raise Refusal(
@@ -131,11 +144,40 @@ class PrivateLoss:
         )
 
     def __truediv__(self, number: object) -> "PrivateLoss":
-        # Loops that accumulate gradients divide the loss, and so does Accelerate's backward.
+        # Loops that accumulate gradients divide the loss, and so does Accelerate's backward: by 1 unless told to.
+        if isinstance(number, int | float) and number == 1:
+            return self
         raise Refusal(
-            f"a private loss cannot be divided by {number!r}: leave the division out; physical batches are added up "
-            "and divided by the batch size once"
+            f"a private loss cannot be divided by {_shown(number)}: leave the division out, and set batch_size= and "
+            "physical_batch_size= in make_private; physical batches are added up and divided by the batch size once. "
+            "For a number to show, loss.item()"
         )
+
+    def _refuse_factor(self, factor: object) -> NoReturn:
+        raise Refusal(
+            f"a private loss cannot be multiplied by {_shown(factor)}: put the factor into the criterion, or "
+            "change the learning rate. For a number to show, loss.item()"
+        )
+
+    def _refuse_sum(self, other: object) -> NoReturn:
+        raise Refusal(
+            f"{_shown(other)} cannot be added to a private loss or subtracted from it: to keep account of losses, use "
+            "loss.item(); a penalty on the parameters is the weight_decay of the optimizer; a term of each example "
+            "belongs in the criterion or in per_example_loss="
+        )
+
+    __mul__ = __rmul__ = __rtruediv__ = _refuse_factor
+    __add__ = __radd__ = __sub__ = __rsub__ = _refuse_sum
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"a private loss has no {name!r}, only backward(), item() and detach(); loss.detach() is a tensor"
+        )
+
+
+def _shown(value: object) -> str:
+    """Return a number as it is, and the kind of anything else."""
+    return repr(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
 def stale_loss() -> Refusal:

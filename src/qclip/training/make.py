@@ -1,9 +1,11 @@
 """`make_private`: the differentially private training of a PyTorch model."""
 
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from contextlib import nullcontext
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from qclip.engine.groups import GroupSpec
 from qclip.schedules import Schedule
 from qclip.thresholds import BalancedThreshold, Threshold
 from qclip.thresholds.threshold import at, check_ahead
+from qclip.training import foreign_names
 from qclip.training.auto_step_size import AutoStepSize, require_sgd
 from qclip.training.clipper import Evaluation
 from qclip.training.dataset import dataset_of, refuse_repeated
@@ -43,7 +46,7 @@ def make_private(
     loss: PerExample | None = None,
     per_example_loss: Callable[[nn.Module, Any], Tensor] | None = None,
     rows_per_example: int = 1,
-    batch_size: int,
+    batch_size: int | None = None,
     dataset_size: int | None = None,
     sampling: Sampling = "poisson",
     epochs: int | None = None,
@@ -63,6 +66,7 @@ def make_private(
     seed: int | None = None,
     normalize: bool | None = None,
     data_independent: Sequence[str] | None = None,
+    **unknown: Never,
 ) -> PrivateTraining:
     """Make the training of a model differentially private: clip per-example gradients, add noise, track epsilon.
 
@@ -96,7 +100,7 @@ def make_private(
             of a user. Their losses are averaged before clipping. An item of the data set holds the K rows, stacked.
 
         batch_size: The *expected* number of examples of a step. Each example joins with probability
-            ``batch_size / dataset_size``.
+            ``batch_size / dataset_size``. By default that of the DataLoader, where one is passed.
         dataset_size: A public stand-in for ``len(dataset)``, chosen without looking at the data, for when even the
             length is private. Sample rate, number of steps, noise and delta then follow from this number alone. The
             expected batch is ``batch_size * len(dataset) / dataset_size``; the sum is still divided by ``batch_size``.
@@ -138,6 +142,7 @@ def make_private(
         seed: The seed of sampling and noise. Leave it out except in tests: whoever knows it can subtract the noise.
         normalize: The old name of ``rescale_to_unit_norm``, accepted until 1.0.
         data_independent: The old name of ``data_independent_buffers``, accepted until 1.0.
+        unknown: Refused; for names of other libraries the error says what to write instead.
 
     Returns:
         The run: its loader, its step, its epsilon, its history and its checkpoints.
@@ -158,10 +163,12 @@ def make_private(
     >>> len(training.history), round(training.epsilon(), 2)
     (5, 1.19)
     """
+    foreign_names.refuse(unknown, inspect.signature(make_private).parameters)
     if normalize is not None:
         rescale_to_unit_norm = renamed("normalize", normalize, "rescale_to_unit_norm")
     if data_independent is not None:
         data_independent_buffers = renamed("data_independent", data_independent, "data_independent_buffers")
+    _check_losses(loss, per_example_loss)
     criterion = loss if loss is not None else per_example_loss
     if isinstance(model, nn.parallel.DistributedDataParallel) and distributed is not False:
         model = model.module  # its raw gradients are never computed, so it has nothing to synchronise
@@ -180,25 +187,27 @@ def make_private(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     _check_optimizers(optimizers, shards.parameters)
     shards.require_all(ranks.size)
-    _check_choices(loss, per_example_loss, threshold, physical_batch_size)
+    _check_choices(threshold, physical_batch_size)
     num_examples = examples_in(dataset)
+    batch_size = _batch_size(dataset, ranks) if batch_size is None else batch_size
     if noise_multiplier != 0:
         refuse_repeated(dataset_of(dataset))
     if dataset_size is not None and sampling == "uniform":
         remedy = "uniform sampling is for training without privacy, where no size has to be hidden"
         raise check.refuse("dataset_size", dataset_size, f'left out with sampling="{sampling}"', remedy)
-    plan = plan_training(
-        num_examples if dataset_size is None else dataset_size,
-        batch_size,
-        epochs=epochs,
-        steps=steps,
-        epsilon=epsilon,
-        delta=delta,
-        noise_multiplier=noise_multiplier,
-        accountant=accountant,
-        sampling=sampling,
-        private=threshold.private,
-    )
+    with working(f"calibrating the noise to epsilon = {epsilon}") if epsilon is not None else nullcontext():
+        plan = plan_training(
+            num_examples if dataset_size is None else dataset_size,
+            batch_size,
+            epochs=epochs,
+            steps=steps,
+            epsilon=epsilon,
+            delta=delta,
+            noise_multiplier=noise_multiplier,
+            accountant=accountant,
+            sampling=sampling,
+            private=threshold.private,
+        )
     if ranks.size > 1 and not threshold.private:
         remedy = "take a private one, such as qclip.PrivateQuantile, also without noise; or pass distributed=False"
         raise check.refuse(
@@ -216,6 +225,7 @@ def make_private(
             check_ahead(lambda step: check.positive("step_size", at(rate, step)), plan.num_steps)
     if plan.noise_multiplier > 0:
         warn_of_earlier(engine.model)
+        _warn_of_raw_norms(threshold)
     training = PrivateTraining(
         engine,
         optimizers,
@@ -270,18 +280,49 @@ def _warn_of_launcher() -> None:
         warnings.warn(message, stacklevel=4)  # above: _ranks, make_private
 
 
-def _check_choices(
-    loss: PerExample | None,
-    per_example_loss: Callable[[nn.Module, Any], Tensor] | None,
-    threshold: object,
-    physical_batch_size: int | None,
-) -> None:
-    if (loss is None) == (per_example_loss is None):
-        raise Refusal(
-            f"exactly one of loss and per_example_loss must be given, not loss = {loss!r} and per_example_loss = "
-            f"{per_example_loss!r}: loss= is a criterion of outputs and targets, per_example_loss= a function of model "
-            "and batch"
+def _warn_of_raw_norms(threshold: Threshold[Any]) -> None:
+    """Warn if noise is added for nothing."""
+    if not threshold.private:
+        warnings.warn(
+            f"{type(threshold).__name__} reads raw gradient norms, so epsilon is infinite whatever noise is added: for "
+            "privacy leave threshold out, or take qclip.PrivateQuantile; without it, pass noise_multiplier=0",
+            stacklevel=3,  # above: make_private
         )
+
+
+def _check_losses(loss: object, per_example_loss: object) -> None:
+    """Refuse both losses or none, and what cannot be called like one."""
+    if (loss is None) == (per_example_loss is None):
+        given = "both were" if loss is not None else "neither was"
+        raise Refusal(
+            f"exactly one of loss and per_example_loss must be given, and {given}: loss= is a criterion of outputs and "
+            "targets, such as nn.CrossEntropyLoss(), and per_example_loss= a function of model and batch"
+        )
+    name, value = ("loss", loss) if loss is not None else ("per_example_loss", per_example_loss)
+    remedy = "pass a criterion, such as loss=nn.CrossEntropyLoss()"
+    if not callable(value):
+        raise check.refuse(name, value, "a function of outputs and targets, or of model and batch", remedy)
+    if isinstance(value, type):
+        raise check.refuse(name, value.__name__, "an object, not a class", f"call it: {name}={value.__name__}()")
+
+
+def _batch_size(source: Dataset[Any] | DataLoader[Any], ranks: Ranks) -> int:
+    """Return the batch size of a DataLoader; refuse where there is none, or where it may not be what was meant."""
+    given = source.batch_size if isinstance(source, DataLoader) else None
+    if given is None:
+        raise Refusal("batch_size is missing: pass the expected number of examples of a step, such as batch_size=256")
+    if given == 1:
+        remedy = "pass batch_size=256, or batch_size=1 if steps of one example are meant"
+        raise Refusal(f"batch_size is missing, and that of the DataLoader is 1, as where it is left out: {remedy}")
+    if ranks.size > 1:
+        raise Refusal(
+            f"batch_size is missing, and that of the DataLoader, {given}, may be meant for one rank or for all "
+            f"{ranks.size}: pass batch_size=, the expected number of examples of a step on all ranks together"
+        )
+    return given
+
+
+def _check_choices(threshold: object, physical_batch_size: int | None) -> None:
     if not isinstance(threshold, Threshold):
         remedy = "pass qclip.Constant(tau) for a fixed clip norm, or leave it out for one that is learnt"
         raise check.refuse("threshold", threshold, "a Threshold", remedy)

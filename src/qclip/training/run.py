@@ -37,6 +37,7 @@ from qclip.training.lost_threshold import WINDOW, LostThreshold, explain, lost_g
 from qclip.training.noise import NoiseSource, group_dims
 from qclip.training.plan import TrainingPlan
 from qclip.training.ranks import LostRank, Ranks, checksums, seed_sequence
+from qclip.training.rate_watch import RateWatch
 from qclip.training.sampling import sampler
 from qclip.training.shards import Shards
 from qclip.training.step import StepRelease, StepRule, StepState, ask, release
@@ -91,6 +92,7 @@ class PrivateTraining:
         self._records: list[StepRecord] = []
         self._history = History(self._records)
         self._warned_lost = False
+        self._rate_watch = RateWatch(self._optimizers)
         self._logical: LogicalStep | None = None
         self._departures = Departures()
         self._guard = Guard(shards.parameters, self._optimizers, applying=self._departures.see)
@@ -235,7 +237,7 @@ class PrivateTraining:
                 for optimizer in self._optimizers:
                     optimizer.step()
                 self._guard.clear()
-        self._warn_if_lost(stacklevel=3)
+        self._warn(stacklevel=3)
         return _mean_loss(gradients, ticket)
 
     def loss(self, *batch: Any) -> PrivateLoss:
@@ -253,7 +255,7 @@ class PrivateTraining:
                 if logical is None or self._logical is not logical:
                     raise stale_loss()
                 self._take(ticket, gradients)
-            self._warn_if_lost(stacklevel=4)
+            self._warn(stacklevel=4)
 
         return PrivateLoss(_mean_loss(gradients, ticket), hand_over)
 
@@ -458,6 +460,7 @@ class PrivateTraining:
         self._plan.require_budget(step)
         self._guard.refuse_pending("the next batch")
         ticket = self.loader.tickets.redeem(batch)
+        self._rate_watch.see(ticket.position)
         if self._logical is None or ticket.position == 0:
             self._logical = LogicalStep(ask(self._state, self._rule, self._dataset_norms))
         position = self._logical.num_batches
@@ -542,8 +545,10 @@ class PrivateTraining:
         """The parameters in the shapes of the released gradients."""
         return self._shards.resident(self._engine.parameters)
 
-    def _warn_if_lost(self, stacklevel: int) -> None:
-        """Warn once per run, after the step: a warning that is turned into an error loses no step."""
+    def _warn(self, stacklevel: int) -> None:
+        """Warn once per run and cause, after the step: a warning that is turned into an error loses no step."""
+        if self._step_size is None:
+            self._rate_watch.warn(stacklevel + 1)
         if self._records and self._records[-1].lost and not self._warned_lost:
             self._warned_lost = True
             warnings.warn(self.lost_threshold, LostThreshold, stacklevel=stacklevel)
