@@ -54,7 +54,8 @@ def test_ctrl_c_stops_all_at_one_step_and_another_number_resumes(alone, tmp_path
             assert ran.poll() is None, ran.stderr.read().decode()
             time.sleep(0.05)
         os.killpg(ran.pid, signal.SIGINT)  # as a terminal does
-        ran.wait(timeout=60)
+        _, said = ran.communicate(timeout=60)
+    assert said.decode().count("finishing this step") == 1  # one screen
     saved = folder.summary()
     assert not saved.finished
     assert 3 <= saved.steps == len(folder.steps()) < 30

@@ -96,6 +96,16 @@ def test_several_ranks_are_one(size):
         assert_one_run(ranks, run(0, changes))
 
 
+def on_two_threads(rank):
+    torch.set_num_threads(1 + rank)
+    return run(rank, CASES["balanced, own rate"])
+
+
+@pytest.mark.slow
+def test_ranks_may_have_other_numbers_of_threads():
+    assert_one_run(on_ranks(2, on_two_threads), run(0, CASES["balanced, own rate"]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", ["flat", "per-layer"])
 def test_compiled_ranks_are_one(groups):
@@ -388,18 +398,19 @@ def test_processes_that_nothing_brings_together_are_warned(monkeypatch):
 
 
 def misbehaving(rank, how):
-    """Rank 1 fails at its 4th physical batch; return what the others see, and after how many seconds."""
+    """One rank fails at its 4th physical batch; return what the others see, and after how many seconds."""
     model, training = made(steps=8)
+    fails = rank == (0 if how == "Ctrl-C on rank 0" else 1)
     for number, batch in enumerate(training.loader):
         began = time.monotonic()
         try:
-            if rank == 1 and number == 3:
+            if fails and number == 3:
                 if how == "dies":
                     os._exit(1)
                 if how == "raises in the model":
                     model[0].register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGFPE))
                     signal.signal(signal.SIGFPE, lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
-                if how == "Ctrl-C":
+                if how.startswith("Ctrl-C"):
                     model[0].register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT))
                 if how == "another batch":
                     training.step(batch[0].clone()[:1], batch[1].clone()[:1])
@@ -416,12 +427,14 @@ def misbehaving(rank, how):
         ("dies", "has ended or cannot be reached"),
         ("raises in the model", "rank 1 failed in step 3"),
         ("Ctrl-C", "rank 1 failed in step 3"),
+        ("Ctrl-C on rank 0", "rank 0 failed in step 3"),
         ("another batch", "rank 1 failed in step 3"),
     ],
 )
 def test_all_ranks_stop_when_one_fails(how, words):
-    first, failing, last = on_ranks(3, misbehaving, how)
-    for kind, message, seconds, done in (first, last):
+    outcomes = on_ranks(3, misbehaving, how)
+    failing = outcomes.pop(0 if how == "Ctrl-C on rank 0" else 1)
+    for kind, message, seconds, done in outcomes:
         assert kind == "LostRank"
         assert words in message
         assert seconds < 30  # the timeout of the group is 60

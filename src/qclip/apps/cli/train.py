@@ -75,7 +75,7 @@ class TrainCommand:
                 run = start(self.settings, other_folder or folder, overwrite=self.overwrite, ranks=ranks)
         folder = run.folder
         _say_what(console, run)
-        training, interrupt = run.training, Interrupt()
+        training, interrupt = run.training, Interrupt(quiet=ranks.rank > 0)
         epochs = training.num_steps // training.steps_per_epoch
         try:
             screen = Screen(console, training.num_steps, len(training.history), epochs)

@@ -11,9 +11,13 @@ class Interrupt:
     """A context in which the first SIGINT sets ``asked`` and the second raises KeyboardInterrupt as usual.
 
     Signals reach the main thread only; in another thread the context does nothing.
+
+    Args:
+        quiet: Whether to say nothing, where another process of the run has the screen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
         self.asked = False
         """Whether to stop after the current step."""
         self._before: Any = None
@@ -34,4 +38,5 @@ class Interrupt:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        os.write(2, b"\nfinishing this step; Ctrl-C again stops at once\n")  # print is not safe here
+        if not self._quiet:
+            os.write(2, b"\nfinishing this step; Ctrl-C again stops at once\n")  # print is not safe here
