@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qclip import accounting, engine, federated, schedules, tables, theory, thresholds
+    from qclip import accounting, audit, engine, federated, schedules, tables, theory, thresholds
     from qclip._validate import Refusal
     from qclip.engine import CostModel, clipped_gradients, explain, register_rule
     from qclip.integrations.sklearn import PrivateClassifier, PrivateRegressor
@@ -49,6 +49,7 @@ __all__ = [
     "SlackQuantile",
     "StepRecord",
     "accounting",
+    "audit",
     "clipped_gradients",
     "engine",
     "explain",

@@ -22,7 +22,7 @@ from qclip.engine.randomness import RandomState
 from qclip.schedules import Schedule
 from qclip.thresholds import Conditions, Threshold
 from qclip.thresholds.threshold import at, describe
-from qclip.training import certificate, checkpoint
+from qclip.training import certificate, checkpoint, recording
 from qclip.training.auto_step_size import AutoStepSize
 from qclip.training.batch_proof import Fetch, FetchProof
 from qclip.training.certificate import Departures
@@ -38,6 +38,7 @@ from qclip.training.noise import NoiseSource, group_dims
 from qclip.training.plan import TrainingPlan
 from qclip.training.ranks import LostRank, Ranks, checksums, seed_sequence
 from qclip.training.rate_watch import RateWatch
+from qclip.training.recording import RecordedSampler
 from qclip.training.sampling import sampler
 from qclip.training.shards import Shards
 from qclip.training.step import StepRelease, StepRule, StepState, ask, release
@@ -87,6 +88,7 @@ class PrivateTraining:
             noise=accounting.split(plan.noise_multiplier, threshold.share(conditions)),
             rescale_to_unit_norm=rescale_to_unit_norm,
             places={Key("gradient", name): place for name, place in shards.places().items()},
+            mechanism=None if (recorder := recording.current()) is None else recorder.release,
         )
         self._threshold_state = threshold.start(len(engine.groups))
         self._records: list[StepRecord] = []
@@ -107,11 +109,14 @@ class PrivateTraining:
         )
         """Epsilon as a function of steps done: `epsilon` on a grid, rounded up, for progress and records."""
 
+        if recorder is not None and seed is None:
+            seed = recorder.seed
         sampling_seed, noise_seed = seed_sequence(seed, ranks).spawn(2)
         self._noise = NoiseSource(noise_seed)
+        draws = sampler(plan.sampling, dataset_size(source), plan.batch_size, plan.sample_rate, sampling_seed)
         self.loader = TicketLoader(
             source,
-            sampler(plan.sampling, dataset_size(source), plan.batch_size, plan.sample_rate, sampling_seed),
+            draws if recorder is None else RecordedSampler(draws, recorder),
             plan,
             done=self._history,
             physical_batch_size=physical_batch_size,
@@ -129,6 +134,8 @@ class PrivateTraining:
             ranks.require_same(self._facts(seed))
         if evaluation.criterion is not None:
             engine.watch(self._slots_of_next_batch)
+        if recorder is not None:
+            recorder.begin(self)
 
     @property
     def num_steps(self) -> int:

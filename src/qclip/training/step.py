@@ -24,7 +24,7 @@ from qclip.engine import ClippedGradients
 from qclip.thresholds import Threshold
 from qclip.training import noise
 from qclip.training.answer import answer
-from qclip.training.sums import ClipNorms, Key, LogicalStep, Place, Query, RawSums
+from qclip.training.sums import ClipNorms, Key, LogicalStep, NoisySum, Place, Query, RawSums
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class StepRule:
     """Whether the released gradient is also divided by the clip norm of all groups together."""
     places: Mapping[Key, Place] = field(default_factory=dict)
     """Where the sums of this process lie in the whole gradients, if they are parts."""
+    mechanism: Callable[..., NoisySum] | None = None
+    """What makes releases of sums instead of `qclip.training.noise.release`: a recording, in an audit."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,9 @@ def release(state: StepState, raw: RawSums, query: Query, rule: StepRule, source
     scale = raw.gradient.l2_bound if rule.rescale_to_unit_norm else 1.0  # public: it depends on clip norms only
     divisor = rule.batch_size * scale
     places, dtypes = rule.places, rule.dtypes
-    noisy = noise.release(raw.gradient, rule.noise.gradient, source, divisor=divisor, dtypes=dtypes, places=places)
-    counts = None if raw.counts is None else noise.release(raw.counts, rule.noise.counts, source)
+    mechanism = rule.mechanism or noise.release
+    noisy = mechanism(raw.gradient, rule.noise.gradient, source, divisor=divisor, dtypes=dtypes, places=places)
+    counts = None if raw.counts is None else mechanism(raw.counts, rule.noise.counts, source)
     answered = answer(noisy, counts, raw, query, dims=rule.dims, batch_size=rule.batch_size)
     updated = rule.threshold.update(state.threshold, state.step, answered)
     return StepRelease(
