@@ -1,4 +1,4 @@
-"""Hugging Face models: losses for ``make_private(per_example_loss=...)``, and batches of one fixed length.
+"""Hugging Face models: `PrivateTrainer`, losses for ``make_private(per_example_loss=...)``, batches of fixed length.
 
 A model of `transformers` returns the mean over all labels of a batch, which divides one example's loss by the number of
 labels of the others. The losses here are means over each example's own labels; a batch of one example has the loss of
@@ -21,13 +21,24 @@ try:
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError("transformers is not installed; pip install 'qclip[transformers]'") from missing
 
+__all__ = [
+    "FixedLength",
+    "PrivateTrainer",
+    "causal_lm_loss",
+    "classification_loss",
+    "fixed_length",
+    "question_answering_loss",
+    "seq2seq_loss",
+    "token_classification_loss",
+]
+
 IGNORED = -100
 """The label of positions that do not count."""
 
 Batch = Mapping[str, Any]
 
 
-def causal_lm_loss(model: nn.Module, batch: Batch) -> Tensor:
+def causal_lm_loss(model: nn.Module, batch: Batch, *, label_smoothing: float = 0.0) -> Tensor:
     """Return the mean cross entropy of each example's next tokens, [B].
 
     Terms that the model adds to its own loss, such as one that balances experts over the batch, are left out: they mix
@@ -37,35 +48,38 @@ def causal_lm_loss(model: nn.Module, batch: Batch) -> Tensor:
         model: A causal language model.
         batch: Its inputs, and ``labels`` [B, T]: the ids, not shifted. Labels of -100 do not count, and an example
             without any other label has loss 0.
+        label_smoothing: The share of the target that is spread over all classes.
     """
     labels = batch["labels"]
     logits = model(**_without_labels(batch)).logits
-    return _mean_over_labels(logits[:, :-1], labels[:, 1:])
+    return _mean_over_labels(logits[:, :-1], labels[:, 1:], label_smoothing)
 
 
-def seq2seq_loss(model: nn.Module, batch: Batch) -> Tensor:
+def seq2seq_loss(model: nn.Module, batch: Batch, *, label_smoothing: float = 0.0) -> Tensor:
     """Return the mean cross entropy of each example's target tokens, [B].
 
     Args:
         model: An encoder-decoder model.
         batch: Its inputs, and ``labels`` [B, T]; labels of -100 do not count. Without ``decoder_input_ids`` the model
             makes them from the labels (shifted by one, behind its start token).
+        label_smoothing: The share of the target that is spread over all classes.
     """
     given = _without_labels(batch) if "decoder_input_ids" in batch else batch
-    return _mean_over_labels(model(**given).logits, batch["labels"])
+    return _mean_over_labels(model(**given).logits, batch["labels"], label_smoothing)
 
 
-def token_classification_loss(model: nn.Module, batch: Batch) -> Tensor:
+def token_classification_loss(model: nn.Module, batch: Batch, *, label_smoothing: float = 0.0) -> Tensor:
     """Return the mean cross entropy of each example's labelled tokens, [B]: tags, or masked tokens.
 
     Args:
         model: A token classifier or a masked language model.
         batch: Its inputs, and ``labels`` [B, T] at the positions of their tokens; labels of -100 do not count.
+        label_smoothing: The share of the target that is spread over all classes.
     """
-    return _mean_over_labels(model(**_without_labels(batch)).logits, batch["labels"])
+    return _mean_over_labels(model(**_without_labels(batch)).logits, batch["labels"], label_smoothing)
 
 
-def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
+def classification_loss(model: nn.Module, batch: Batch, *, label_smoothing: float = 0.0) -> Tensor:
     """Return the loss of each example's class, classes or regression targets, [B], for texts, images or sound.
 
     The model's ``config.problem_type`` selects the loss. Without one the choice is that of `transformers`: regression
@@ -74,16 +88,40 @@ def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
     Args:
         model: A classifier or a regression model.
         batch: Its inputs, and ``labels``.
+        label_smoothing: The share of the target that is spread over all classes (of single labels only).
     """
     labels = batch["labels"]
     logits = model(**_without_labels(batch)).logits.float()
     kind = _problem_type(model, logits, labels)
     if kind == "single_label_classification":
-        return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="none")
+        return F.cross_entropy(
+            logits, labels.flatten(), ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing
+        )
+    if label_smoothing != 0:
+        raise check.refuse("label_smoothing", label_smoothing, f"0 for {kind}", "leave it out")
     targets = labels.reshape(logits.shape).float()
     if kind == "regression":
         return (logits - targets).square().mean(1)
     return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1)
+
+
+def question_answering_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean cross entropy of each answer's first and last token, [B].
+
+    Args:
+        model: A model that extracts answers.
+        batch: Its inputs, and ``start_positions`` and ``end_positions`` [B]. Positions outside of the text, such as
+            those of an answer that was cut off, do not count.
+    """
+    positions = [batch[name].flatten() for name in ("start_positions", "end_positions")]
+    outputs = model(
+        **{name: value for name, value in batch.items() if name not in ("start_positions", "end_positions")}
+    )
+    total = torch.zeros_like(positions[0], dtype=torch.float32)
+    for logits, at in zip((outputs.start_logits, outputs.end_logits), positions, strict=True):
+        inside = torch.where((at >= 0) & (at < logits.shape[1]), at, IGNORED)
+        total = total + F.cross_entropy(logits.float(), inside, ignore_index=IGNORED, reduction="none") / 2
+    return total
 
 
 @dataclass(frozen=True)
@@ -185,9 +223,10 @@ def _without_labels(batch: Batch) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
-def _mean_over_labels(logits: Tensor, labels: Tensor) -> Tensor:
+def _mean_over_labels(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
     """Return the cross entropy of logits [B, T, V] at labels [B, T], averaged over each example's own labels, [B]."""
-    losses = F.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+    scores = logits.float().transpose(1, 2)
+    losses = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing)
     return losses.sum(1) / (labels != IGNORED).sum(1).clamp_min(1)
 
 
@@ -212,3 +251,12 @@ def _register_batches() -> None:
 
 
 _register_batches()
+
+
+def __getattr__(name: str) -> Any:
+    """Import the trainer when it is first used: that takes seconds, and needs accelerate."""
+    if name == "PrivateTrainer":
+        from qclip.integrations.transformers.trainer import PrivateTrainer
+
+        return PrivateTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
