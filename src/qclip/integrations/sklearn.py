@@ -193,6 +193,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
     def fit(self, X: Any, y: Any) -> Self:
         """Train on a data frame or array, [rows, columns], and the class of each row, [rows]."""
         columns, y = _pairs(self, X, y)
+        _refuse_if_not_finite(y)  # before scikit-learn casts it to whole numbers
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if self.classes is not None:
@@ -277,14 +278,18 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):
             raise check.refuse("target_range", None, "the public range (low, high) of y", remedy)
         low, high = map(float, self.target_range)
         targets = np.asarray(y, dtype=np.float64)
-        if not np.isfinite(targets).all():
-            raise check.Refusal("y holds NaN or infinity; leave out these rows")
+        _refuse_if_not_finite(targets)
         return self._fit(columns, targets, _squared_errors, interval=(low, high))
 
     def predict(self, X: Any) -> Floats:
         """Return the predicted number of each row, [rows]."""
         check_is_fitted(self)
         return self.predictor_.predict(self._features(X, reset=False))
+
+
+def _refuse_if_not_finite(y: NDArray[Any]) -> None:
+    if y.dtype.kind == "f" and not np.isfinite(y).all():
+        raise check.Refusal("y holds NaN or infinity; leave out these rows")
 
 
 def _squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
