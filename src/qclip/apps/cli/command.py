@@ -7,6 +7,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
+from qclip.apps.cli.audit import AuditCommand
 from qclip.apps.cli.bench import BenchCommand
 from qclip.apps.cli.experiment import ExperimentCommand
 from qclip.apps.cli.plan import PlanCommand
@@ -22,6 +23,7 @@ Command = (
     | Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     | Annotated[ReportCommand, tyro.conf.subcommand("report")]
     | Annotated[ExperimentCommand, tyro.conf.subcommand("experiment")]
+    | Annotated[AuditCommand, tyro.conf.subcommand("audit")]
     | Annotated[BenchCommand, tyro.conf.subcommand("bench")]
 )
 

@@ -32,9 +32,9 @@ def page(title: str, body: Iterable[str]) -> str:
     )
 
 
-def tag(verdict: str) -> str:
-    """Return a verdict as a coloured tag."""
-    return f'<span class="tag {escape(verdict)}">{escape(verdict)}</span>'
+def tag(verdict: str, color: str = "") -> str:
+    """Return a verdict as a tag, in its own colour or in that of another verdict."""
+    return f'<span class="tag {escape(color or verdict)}">{escape(verdict)}</span>'
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, narrow: bool = False) -> str:
