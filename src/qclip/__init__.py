@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qclip import accounting, audit, engine, federated, schedules, tables, theory, thresholds
     from qclip._validate import Refusal
-    from qclip.engine import CostModel, clipped_gradients, explain, register_rule
+    from qclip.engine import CostModel, clipped_gradients, explain, fix, fixes, register_rule
     from qclip.integrations.sklearn import PrivateClassifier, PrivateRegressor
     from qclip.simulation import problems, simulate
     from qclip.tables.predictor import load
@@ -54,6 +54,8 @@ __all__ = [
     "engine",
     "explain",
     "federated",
+    "fix",
+    "fixes",
     "load",
     "make_private",
     "problems",
@@ -87,6 +89,8 @@ _HOMES = {
     "StepRecord": "training.history",
     "clipped_gradients": "engine",
     "explain": "engine",
+    "fix": "engine",
+    "fixes": "engine",
     "load": "tables.predictor",
     "make_private": "training.make",
     "register_rule": "engine",

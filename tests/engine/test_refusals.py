@@ -233,6 +233,12 @@ def test_float16():
     refuse(model, "parameter '1.weight' is float16", "bfloat16 or float32")
 
 
+def test_autocast_to_float16():
+    model = nn.Sequential(nn.Linear(D, P), nn.Linear(P, 2))
+    with torch.autocast("cpu", torch.float16):
+        refuse(model, "torch.nn.functional.linear with 0.bias, 0.weight computes in float16", "autocast to bfloat16")
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn], ids=str)
 def test_other_kinds_of_numbers(dtype):
     model = Net(lambda n, x: x * n.p.abs(), p=nn.Parameter(torch.randn(D).to(dtype)))

@@ -4,6 +4,7 @@ from qclip._validate import Refusal
 from qclip.engine import oracle
 from qclip.engine.driver import Engine
 from qclip.engine.explain import Explanation, explain
+from qclip.engine.fix import Fixes, fix, fixes
 from qclip.engine.functional import clipped_gradients
 from qclip.engine.gradients.costs import CostModel
 from qclip.engine.gradients.forms import Dense, Outer, Rows
@@ -16,11 +17,14 @@ __all__ = [
     "Dense",
     "Engine",
     "Explanation",
+    "Fixes",
     "Outer",
     "Refusal",
     "Rows",
     "clipped_gradients",
     "explain",
+    "fix",
+    "fixes",
     "oracle",
     "register_rule",
 ]

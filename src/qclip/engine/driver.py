@@ -321,6 +321,7 @@ class Engine:
         kind: Any = None,
     ) -> ClippedGradients:
         """Compute the clipped sum of a captured forward pass."""
+        checks.require_range(run.capture.sites)
         checks.require_losses(run.losses, run.batch_size)
         is_counted = batches.full_mask(run.batch_size, mask, run.losses.device)
         with self.sharding.whole(self.model, lambda: self._reads_values(run, kind)) as reads:

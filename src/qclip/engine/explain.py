@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qclip._display import Row, html_table, text_table
 from qclip._validate import Refusal
 from qclip.engine import batch as batches
 from qclip.engine.capture import checks
@@ -37,13 +38,16 @@ class Explanation:
     parameters: tuple[ParameterStrategy, ...]
 
     def __str__(self) -> str:
-        rows = [("parameter", "shape", "strategy", "detail")]
-        for row in self.parameters:
-            rows.append((row.name, "x".join(map(str, row.shape)) or "scalar", row.strategy, row.detail))
-        widths = [max(len(row[k]) for row in rows) for k in range(3)]
-        return "\n".join(
-            "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows
-        )
+        return text_table(*self._table())
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._table())
+
+    def _table(self) -> tuple[Row, Sequence[Row]]:
+        rows = [
+            (row.name, "x".join(map(str, row.shape)) or "scalar", row.strategy, row.detail) for row in self.parameters
+        ]
+        return ("parameter", "shape", "strategy", "detail"), rows
 
 
 def explain(
@@ -59,7 +63,7 @@ def explain(
     >>> import torch, qclip
     >>> print(qclip.explain(torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.PReLU()), torch.randn(4, 8)))
     parameter  shape  strategy              detail
-    0.weight   2x8    rule                  torch.nn.functional.linear: 1 position, product of two lengths
+    0.weight   2x8    rule                  torch.nn.functional.linear: 1 position, norm = |input| |gradient|
     0.bias     2      rule                  torch.nn.functional.linear
     1.weight   1      vmap of the function  torch.nn.functional.prelu
 
@@ -123,7 +127,7 @@ def _norm_method(part: Part) -> str:
     if not isinstance(part.form, Products):
         return ""
     if part.form.dims.positions == 1:
-        return "1 position, product of two lengths"
+        return "1 position, norm = |input| |gradient|"
     return f"{part.form.dims.positions} positions, {part.method or 'cheapest'}"
 
 

@@ -351,7 +351,7 @@ def _check_optimizers(optimizers: Sequence[Optimizer], parameters: Mapping[str, 
     if optimized - set(names):
         raise Refusal(
             f"optimizer has {len(optimized - set(names))} parameters that are not the model's: pass an optimizer over "
-            "the parameters of the model that is made private"
+            "the parameters of the model that is made private, made after layers were replaced or parameters moved"
         )
     missing = [name for key, name in names.items() if key not in optimized]
     if missing:

@@ -177,10 +177,14 @@ def running_state_remedy(layer: nn.Module, tensor: str) -> str | None:
     """
     if isinstance(layer, _NormBase) and tensor in _STATISTICS:
         if isinstance(layer, _InstanceNorm):
-            return "make it with track_running_stats=False, so that it normalises every example by itself"
+            return (
+                "call qclip.fix(model), or make it with track_running_stats=False, so that it normalises every example "
+                "by itself"
+            )
         return (
-            "replace it by GroupNorm, or, where its statistics come from public data, keep them fixed: call eval() on "
-            "it after every train() of the model (its weight and bias are still trained)"
+            "call qclip.fix(model), which replaces it by GroupNorm and keeps its weights; or, where its statistics "
+            "come from public data, keep them fixed: call eval() on it after every train() of the model (its weight "
+            "and bias are still trained)"
         )
     if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.max_norm is not None and tensor == "weight":
         return "make it with max_norm=None; normalise what it returns instead, if need be"
@@ -259,6 +263,16 @@ def require_losses(losses: Any, batch_size: int) -> None:
         raise Refusal(
             "the losses are float16, whose range is too small for gradients without a loss scale; use bfloat16"
         )
+
+
+def require_range(sites: Iterable[Site]) -> None:
+    """Refuse computations in float16, by autocast for instance: small gradients would vanish without a loss scale."""
+    for site in sites:
+        if any(output.dtype == torch.float16 for output in site.outputs):
+            raise Refusal(
+                f"{site} computes in float16, whose range is too small for gradients without a loss scale: autocast to "
+                "bfloat16 (dtype=torch.bfloat16), or leave autocast out"
+            )
 
 
 def unseen_parameters(

@@ -48,8 +48,8 @@ def mixing(where: str) -> Mixing:
     """Return the refusal of a model that mixes examples there."""
     return Mixing(
         f"examples mix: replacing some of them changed others, {where}. Per-example clipping needs a model in which "
-        "they do not: replace batch statistics (BatchNorm by GroupNorm), attention or contrast across the batch; "
-        "inputs that are not one row per example must not have the batch's length as first dimension"
+        "they do not: replace batch statistics (BatchNorm by GroupNorm, with qclip.fix(model)), attention or contrast "
+        "across the batch; inputs that are not one row per example must not have the batch's length as first dimension"
     )
 
 
