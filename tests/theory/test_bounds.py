@@ -13,7 +13,7 @@ from scipy.optimize import minimize, minimize_scalar
 
 from qclip.simulation.problems import HeavyTailedQuadratic, Pareto
 from qclip.simulation.simulate import simulate
-from qclip.theory import FORMS, Assumptions, Bound, bound, bound_private, max_step, max_step_private
+from qclip.theory import FORMS, Assumptions, Bound, bias_floor, bound, bound_private, max_step, max_step_private
 
 ONE = Assumptions(L=1, sigma=1, q=2, gap=1)
 PUBLIC = {"batch_size": 16, "noise_multiplier": 2.0, "dim": 10}
@@ -59,6 +59,11 @@ def corrected(a, gammas, ps, beta, c, B, z, d):
     return a.gap / Gamma / c, a.sigma**2 * variance / Gamma / c, a.sigma**2 * bias / Gamma / c
 
 
+def squared_bias(q, p):
+    """The largest squared bias over sigma^2 at mean clip factor p."""
+    return (p * (1 - p)) ** (2 - 2 / q) / (p ** (q - 1) + (1 - p) ** (q - 1)) ** (2 / q)
+
+
 def sharp(a, gammas, ps, beta, c, B, z, d):
     Gamma, S_z, q = sum(gammas), d * z**2 / B**2, a.q
     variance = bias = 0.0
@@ -66,7 +71,7 @@ def sharp(a, gammas, ps, beta, c, B, z, d):
         h = 1 - p
         sampled = 2 ** (1 - q) * (h ** (1 - 2 / q) + (1 - q / 2) * h ** (2 - 2 / q)) / B
         variance += g * g * a.L * (sampled + S_z * h ** (-2 / q))
-        bias += g * h ** (2 - 2 / q) / (2 * beta)
+        bias += g * squared_bias(q, p) / (2 * beta)
     return a.gap / Gamma / c, a.sigma**2 * variance / Gamma / c, a.sigma**2 * bias / Gamma / c
 
 
@@ -90,10 +95,18 @@ def test_statements_by_hand(q):
 
 
 def test_bounded_variance_needs_no_power_of_the_clipped_fraction_without_noise():
-    """q = 2, sharp: F0/(gamma T) + s^2 (h/(2 beta) + gamma L/(2B)), over c."""
+    """q = 2, sharp: F0/(gamma T) + s^2 (p h/(2 beta) + gamma L/(2B)), over c."""
     found = bound_private(ONE, 0.1, 0.9, 0.5, 0.2, steps=50, batch_size=4, noise_multiplier=0, dim=1)
     terms = (found.optimisation, found.variance, found.bias)
-    assert terms == pytest.approx((1 / 5 / 0.2, 0.1 / 8 / 0.2, 0.1 / 1 / 0.2))
+    assert terms == pytest.approx((1 / 5 / 0.2, 0.1 / 8 / 0.2, 0.9 * 0.1 / 1 / 0.2))
+
+
+@pytest.mark.parametrize("q", [1.1, 1.5, 2.0])
+@pytest.mark.parametrize("p", [0.3, 0.9])
+def test_small_steps_leave_the_exact_floor(q, p):
+    """Example 1 stands still there (test_lemmas.py): a bias term that is smaller by any factor would be false."""
+    a = Assumptions(L=1, sigma=2, q=q, gap=0)
+    assert bound(a, 1e-12, p, steps=1).total == pytest.approx(bias_floor(a, p), rel=1e-5)
 
 
 @pytest.mark.parametrize(("q", "p", "beta", "c"), [(2, 0.8, 0.3, 0.2), (1.4, 0.5, 0.1, 0.3), (1.9, 0.99, 0.9, 0.01)])
@@ -173,7 +186,7 @@ def test_best_constant_parameters_at_ten_thousand_steps(form, expected, digits):
             return np.inf
         if form == "printed":
             return (2 / (gamma * T) + 2 * gamma / h + h / beta) / c
-        return (1 / (gamma * T) + gamma / 2 + h / (2 * beta)) / c
+        return (1 / (gamma * T) + gamma / 2 + p * h / (2 * beta)) / c
 
     starts = [(-6, -2, -1), (-5, -4, -2), (-4, -8, -3)]
     options = {"xatol": 1e-10, "fatol": 1e-12, "maxiter": 4000}

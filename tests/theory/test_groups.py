@@ -135,13 +135,13 @@ def test_one_group_is_flat_clipping(q, sigmas):
 
 
 def test_added_noise_by_hand():
-    """q = 2: gamma L [ sum s_k^2/(2B) + (z/B)^2 (sum s_k sqrt(d_k / h_k))^2 ] over c, and s_k^2 h_k/(2 beta)."""
+    """q = 2: gamma L [ sum s_k^2/(2B) + (z/B)^2 (sum s_k sqrt(d_k / h_k))^2 ] over c, and s_k^2 min(p) h_k/(2 beta)."""
     run = {"dims": [4, 9], "batch_size": 10, "noise_multiplier": 2, "steps": 30}
     found = bound_groups(ONE, 0.02, [0.75, 0.96], 0.4, 0.2, sigmas=[0.6, 0.8], **run)
     noise = (0.6 * 2 / 0.5 + 0.8 * 3 / 0.2) ** 2 * 0.04
     assert found.optimisation == pytest.approx(1 / (0.02 * 30) / 0.2)
     assert found.variance == pytest.approx(0.02 * (1 / 20 + noise) / 0.2)
-    assert found.bias == pytest.approx((0.36 * 0.25 + 0.64 * 0.04) / 0.8 / 0.2)
+    assert found.bias == pytest.approx(0.75 * (0.36 * 0.25 + 0.64 * 0.04) / 0.8 / 0.2)
 
 
 def test_varying_steps_weigh_by_their_size():

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from qclip.theory import Assumptions, lemma1_bias, lemma1_threshold, lemma2_descent
+from qclip.theory import Assumptions, bias_floor, lemma1_bias, lemma1_threshold, lemma2_descent, squared_bias
 
 ONE = Assumptions(L=1, sigma=1, q=2, gap=1)
 
@@ -42,6 +42,29 @@ def test_lemma_1_bias_is_attained(q):
     clipped_mean = float(weights @ np.array([h / (1 - h), -h / (1 - h)]))
     a = Assumptions(L=1, sigma=moment(values, weights, q), q=q, gap=0)
     assert abs(clipped_mean) == pytest.approx(lemma1_bias(a, 1 - h), rel=1e-4)
+
+
+@pytest.mark.parametrize("q", [1.1, 1.5, 2.0])
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.7, 0.99])
+def test_the_exact_bias_is_attained(p, q):
+    """A jump against which the other gradient vanishes: tau = 0, so all of the jump is clipped away."""
+    h = 1 - p
+    values, weights = np.array([1.0, -h / p]), np.array([h, p])
+    sigma = moment(values, weights, q)
+    gradients = values + h / p  # 1/p with probability h, else 0
+    mean_factor = p  # of the clip at tau = 0
+    bias = 0 - mean_factor * float(weights @ gradients)
+    assert bias**2 == pytest.approx(sigma**2 * squared_bias(q, p))
+    a = Assumptions(L=1, sigma=sigma, q=q, gap=0)
+    # Where it stands still, the gradient is that of the example: the floor is attained, too.
+    assert float(weights @ gradients) ** 2 == pytest.approx(bias_floor(a, p))
+
+
+@pytest.mark.parametrize("q", [1.01, 1.2, 1.5, 2.0])
+def test_the_exact_bias_is_below_lemma_1_and_falls_relative_to_the_factor(q):
+    p = np.linspace(0.001, 0.999, 999)
+    assert (squared_bias(q, p) < (1 - p) ** (2 - 2 / q)).all()
+    assert (np.diff(squared_bias(q, p) / p) < 0).all()
 
 
 def test_lemma_2_by_hand():

@@ -16,6 +16,11 @@ ONE = Assumptions(L=1, sigma=1, q=2, gap=1)
 NOISY = {"batch_size": 64, "dim": 1000, "noise_multiplier": 2.0}
 
 
+def squared_bias(q, p):
+    """The largest squared bias over sigma^2 at mean clip factor p."""
+    return (p * (1 - p)) ** (2 - 2 / q) / (p ** (q - 1) + (1 - p) ** (q - 1)) ** (2 / q)
+
+
 def sharp(a, gamma_L, h, beta, steps, *, batch_size=1, dim=1, noise_multiplier=0.0, sampling="iid"):
     """The sharp bound at constant parameters, over arrays; infinite where the theorem is silent."""
     q, p, B, S_z = a.q, 1 - h, batch_size, dim * (noise_multiplier / batch_size) ** 2
@@ -23,7 +28,7 @@ def sharp(a, gamma_L, h, beta, steps, *, batch_size=1, dim=1, noise_multiplier=0
     A = 2 ** (1 - q) * (1 - q / 2) / B
     c = p - beta / 2 - gamma_L * (S_z + A + repeat * p * (p - beta) / 2)
     variance = 2 ** (1 - q) * (h ** (1 - 2 / q) + (1 - q / 2) * h ** (2 - 2 / q)) / B + S_z * h ** (-2 / q)
-    top = a.gap * a.L / (gamma_L * steps) + a.sigma**2 * (h ** (2 - 2 / q) / (2 * beta) + gamma_L * variance)
+    top = a.gap * a.L / (gamma_L * steps) + a.sigma**2 * (squared_bias(q, p) / (2 * beta) + gamma_L * variance)
     return np.where((c > 0) & (gamma_L <= 1 / repeat) & (beta <= p), top / np.where(c > 0, c, 1), np.inf)
 
 
@@ -126,7 +131,7 @@ def test_without_gradient_noise_the_plan_is_gradient_descent():
 
 def test_closed_forms_of_a_private_plan():
     """k = S_z/T, T large: h = [2 beta sqrt(F0 L k)/((q-1) s)]^(q/(2q-1)) and gamma T = sqrt(F0/(k L)) h^(1/q)/s."""
-    a, T, k = Assumptions(L=2, sigma=1.5, q=1.6, gap=3), 10**12, 1e-9
+    a, T, k = Assumptions(L=2, sigma=1.5, q=1.6, gap=3), 10**15, 1e-13
     found = plan(a, steps=T, batch_size=100, dim=10, noise_multiplier=100 * math.sqrt(k * T / 10))
     beta = found.bound.beta
     h = (2 * beta * math.sqrt(3 * 2 * k) / (0.6 * 1.5)) ** (1.6 / 2.2)
@@ -202,7 +207,7 @@ def test_coupled_constants_are_near_the_best_ones(a):
         if c <= 0 or gamma_L[0] > 1:
             return 700.0
         variance = 2 ** (1 - q) * (ht ** (1 - 2 / q) + (1 - q / 2) * ht ** (2 - 2 / q))
-        noise = gamma_L @ (ht ** (2 - 2 / q) / (2 * beta) + gamma_L * variance)
+        noise = gamma_L @ (squared_bias(q, p) / (2 * beta) + gamma_L * variance)
         return math.log((a.gap * a.L + a.sigma**2 * noise) / gamma_L.sum() / c)
 
     box = [(-12, 0), (-math.log(steps), -1e-6), (1e-6, 1)]

@@ -9,7 +9,7 @@ from qclip.theory.bounds import Bound, bound, bound_private, max_step, max_step_
 from qclip.theory.certificate import certificate
 from qclip.theory.fixed_clip import fixed_clip_bound
 from qclip.theory.groups import GroupNoise, bound_groups, group_noise
-from qclip.theory.lemmas import lemma1_bias, lemma1_threshold, lemma2_descent
+from qclip.theory.lemmas import bias_floor, lemma1_bias, lemma1_threshold, lemma2_descent, squared_bias
 from qclip.theory.plan import CoupledPlan, Move, Plan, Privacy, plan
 from qclip.theory.rates import FORMS, Form, Rates, rates
 
@@ -24,6 +24,7 @@ __all__ = [
     "Plan",
     "Privacy",
     "Rates",
+    "bias_floor",
     "bound",
     "bound_groups",
     "bound_private",
@@ -37,4 +38,5 @@ __all__ = [
     "max_step_private",
     "plan",
     "rates",
+    "squared_bias",
 ]

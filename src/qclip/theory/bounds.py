@@ -7,13 +7,15 @@ Every form of the theorem has one shape. With h = 1 - p, for steps that leave th
 it says
 
     (c/Gamma) sum gamma_t E||grad f||^2
-        <=  (w/Gamma) [ gap + sigma^2 sum gamma_t ( h_t^(2-2/q)/(2 beta) + gamma_t L v(h_t) ) ]
+        <=  (w/Gamma) [ gap + sigma^2 sum gamma_t ( bias(p_t)/(2 beta) + gamma_t L v(h_t) ) ]
 
-so a form is five facts: w, drag, curvature, the largest gamma L, and v (`TheoremForm`). docs/theory.md proves each.
+so a form is six facts: w, drag, curvature, the largest gamma L, the bias and v (`TheoremForm`). docs/theory.md proves
+each.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -22,6 +24,7 @@ from scipy.optimize import minimize_scalar
 from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.theory.assumptions import Assumptions
+from qclip.theory.lemmas import squared_bias
 from qclip.theory.rates import FORMS, Form
 
 Sampling = Literal["poisson", "iid"]
@@ -74,6 +77,7 @@ class TheoremForm:
     curvature: float
     step_cap: float  # gamma L is at most this
     variance: Callable[[Floats, Floats], Floats]  # v(h_lo, h_hi): 1 - p_lo, and 1 - p_hi in negative powers
+    bias: Callable[[Floats], Floats]  # of p_lo: a bound on the squared bias of clipping, over sigma^2
 
     def contraction(self, gamma_L: Floats, p: Floats, beta: float | Floats) -> Floats:
         """Return the contraction c_t(beta) of each step."""
@@ -86,19 +90,27 @@ class TheoremForm:
             return np.minimum(self.step_cap, (p - beta / 2 - c / self.weight) / drag)
 
 
+def _lemma1_squared(a: Assumptions) -> Callable[[Floats], Floats]:
+    return lambda p: (1 - p) ** (2 - 2 / a.q)
+
+
 def _theorem1(a: Assumptions) -> TheoremForm:
-    return TheoremForm(2, 1, 0, np.inf, lambda _, h: h ** (-2 / a.q))
+    return TheoremForm(2, 1, 0, np.inf, lambda _, h: h ** (-2 / a.q), _lemma1_squared(a))
 
 
 def _theorem2(a: Assumptions, batch_size: float, noise_multiplier: float) -> TheoremForm:
     # sigma_DP is relative to the mean of the batch, hence noise_multiplier / batch_size (erratum B).
     S = 1 / batch_size + (noise_multiplier / batch_size) ** 2
-    return TheoremForm(1, 2 * S, 0, np.inf, lambda _, h: 2 * S * h ** (-2 / a.q))
+    return TheoremForm(1, 2 * S, 0, np.inf, lambda _, h: 2 * S * h ** (-2 / a.q), _lemma1_squared(a))
 
 
 def _corrected(a: Assumptions, batch_size: float, noise_multiplier: float, dim: int) -> TheoremForm:
     S = 1 / batch_size + dim * (noise_multiplier / batch_size) ** 2
-    return TheoremForm(1, 1 + S, 0, np.inf, lambda h_lo, h: S * h ** (-2 / a.q) + h_lo ** (2 - 2 / a.q))
+
+    def variance(h_lo: Floats, h: Floats) -> Floats:
+        return S * h ** (-2 / a.q) + h_lo ** (2 - 2 / a.q)
+
+    return TheoremForm(1, 1 + S, 0, np.inf, variance, _lemma1_squared(a))
 
 
 def _sharp(a: Assumptions, batch_size: float, noise_multiplier: float, dim: int, sampling: Sampling) -> TheoremForm:
@@ -110,7 +122,7 @@ def _sharp(a: Assumptions, batch_size: float, noise_multiplier: float, dim: int,
     def variance(_: Floats, h: Floats) -> Floats:
         return tail * (h ** (1 - 2 / q) + (1 - q / 2) * h ** (2 - 2 / q)) + S_z * h ** (-2 / q)
 
-    return TheoremForm(1, S_z + tail * (1 - q / 2), repeat / 2, 1 / repeat, variance)
+    return TheoremForm(1, S_z + tail * (1 - q / 2), repeat / 2, 1 / repeat, variance, partial(squared_bias, q))
 
 
 def _plain_form(a: Assumptions, form: Form) -> TheoremForm:
@@ -353,7 +365,7 @@ def assemble(
     weights = counts * gamma / length
     optimisation = rule.weight * a.gap / length
     variance = rule.weight * a.sigma**2 * float(weights @ (gamma_L * rule.variance(h_lo, h_hi)))
-    bias = rule.weight * a.sigma**2 / 2 * float(weights @ h_lo ** (2 - 2 / a.q))
+    bias = rule.weight * a.sigma**2 / 2 * float(weights @ rule.bias(p))
     return divide(rule, gamma_L, p, optimisation, variance, bias, beta, c)
 
 

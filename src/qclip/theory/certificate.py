@@ -78,7 +78,7 @@ def certificate(
 
     power_t = (tau**2).sum(axis=1) / B + (z / B * tau @ np.sqrt(dims)) ** 2
     worst = np.array([gamma.max() * a.L])
-    rule = TheoremForm(weight=1, drag=0, curvature=0.5, step_cap=1, variance=lambda _, h: h)
+    rule = TheoremForm(weight=1, drag=0, curvature=0.5, step_cap=1, variance=lambda _, h: h, bias=lambda p: p)
     check_steps(rule, a, worst, p, beta, None)
     optimisation = a.gap / float(gamma.sum())
     variance = a.L / 2 * float(gamma**2 @ power_t / gamma.sum())

@@ -10,6 +10,7 @@ from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.theory.assumptions import Assumptions
 from qclip.theory.bounds import Bound, PerStep, Sampling, align, bound_private, check_steps, divide, private_form
+from qclip.theory.lemmas import squared_bias
 
 Allocation = Literal["optimal", "equal", "proportional"]
 
@@ -128,5 +129,5 @@ def bound_groups(
     length = float(counts @ gamma)
     optimisation = a.gap / length
     variance = (sampling_noise + added_noise) * float(counts * gamma @ gamma_L) / length
-    bias = float(sigma**2 @ h ** (2 - 2 / a.q)) / 2
+    bias = float(sigma**2 @ (p_lo * squared_bias(a.q, p) / p)) / 2
     return divide(rule, gamma_L, p_min, optimisation, variance, bias, beta, c)

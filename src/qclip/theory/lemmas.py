@@ -1,6 +1,10 @@
-"""The two lemmas of the analysis: one about a clipped gradient, one about a step."""
+"""The two lemmas of the analysis, one about a clipped gradient, one about a step; and the exact bias of clipping."""
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from qclip import _validate as check
+from qclip._validate import Floats
 from qclip.theory.assumptions import Assumptions
 
 
@@ -22,6 +26,30 @@ def lemma1_bias(a: Assumptions, p: float) -> float:
     """
     h = 1 - check.quantile("p", p)
     return a.sigma * h ** (1 - 1 / a.q)
+
+
+def squared_bias(q: float, mean_factor: ArrayLike) -> Floats:
+    """Return psi_q(a): the largest ``||E[clipped g] - a grad f||^2 / sigma^2`` where a is the mean clip factor.
+
+    It is attained. Lemma 1's ``(1-p)^(2-2/q)`` is larger, and ``psi_q(a) / a`` falls with a, so that over all a >= p
+    the cost of the bias is largest at p (docs/theory.md, sections 2 and 7).
+
+    >>> float(squared_bias(2.0, 0.75))  # a (1 - a)
+    0.1875
+    """
+    a = np.asarray(mean_factor, dtype=np.float64)
+    h = 1 - a
+    return (a * h) ** (2 - 2 / q) / (a ** (q - 1) + h ** (q - 1)) ** (2 / q)
+
+
+def bias_floor(a: Assumptions, p: float) -> float:
+    """Return the value of ``||grad f||^2`` that no step size gets QC-SGD below: ``sigma^2 psi_q(p) / p^2``, attained.
+
+    >>> round(bias_floor(Assumptions(L=1, sigma=2, q=2, gap=1), p=0.8), 12)  # sigma^2 (1 - p) / p
+    1.0
+    """
+    p = check.quantile("p", p)
+    return a.sigma**2 * float(squared_bias(a.q, p)) / p**2
 
 
 def lemma2_descent(

@@ -235,7 +235,7 @@ def constant_total(rule: TheoremForm, a: Assumptions, gamma_L: Floats, h: Floats
     p = 1 - h
     fixed = a.gap * a.L / (gamma_L * steps) + a.sigma**2 * gamma_L * rule.variance(h, h)
     # Without a bias any beta serves, the smaller the better; a beta above 0 keeps the quotients finite.
-    bias = np.maximum(a.sigma**2 / 2 * h ** (2 - 2 / a.q), 1e-300)
+    bias = np.maximum(a.sigma**2 / 2 * rule.bias(p), 1e-300)
     at_zero, slope = contraction_line(rule, gamma_L, p)
     beta = best_beta_constant(np.maximum(at_zero, 1e-300), slope, fixed, bias, p)
     left = at_zero - slope * beta
