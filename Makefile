@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-smoke test-slow test-machines test-gpu lint format bench api figures clean
+.PHONY: setup demo test test-smoke test-slow test-machines test-gpu lint format bench coverage api figures clean
 
 setup: $(STAMP)
 
@@ -53,6 +53,10 @@ bench: setup
 	$(BIN)/pip install --quiet -c constraints.txt opacus
 	$(BIN)/qclip bench --device cpu
 	$(BIN)/python benchmarks/simulate.py
+
+# docs/coverage.md: every class of models of transformers; hours, but it goes on where it stopped.
+coverage: setup
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/coverage.py --page docs/coverage.md $(ARGS)
 
 # docs/api.md, from the public names and their docstrings.
 api: setup
