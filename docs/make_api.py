@@ -22,7 +22,10 @@ HEAD = """# API
 
 The public names, each with its signature and the first paragraph of its docstring. `make api` writes this page.
 """
-OPTIONAL = ("integrations.distributed", "integrations.transformers", "integrations.tensorboard")
+OPTIONAL = (
+    "integrations.distributed", "integrations.transformers", "integrations.release_log", "integrations.tensorboard",
+    "integrations.wandb", "integrations.mlflow", "integrations.csv",
+)  # fmt: skip
 """Public modules for optional packages, which `qclip.__all__` leaves out. Flower is not installed where this runs."""
 
 wrap = runpy.run_path(str(DOCS / "wrap.py"))

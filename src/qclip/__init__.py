@@ -7,9 +7,12 @@ The parts load when they are first used: ``import qclip`` is cheap, and `qclip.t
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from qclip._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from qclip import accounting, audit, engine, federated, schedules, tables, theory, thresholds
     from qclip._validate import Refusal
+    from qclip.apps.run_log import RunLog, report
     from qclip.engine import CostModel, clipped_gradients, explain, fix, fixes, register_rule
     from qclip.integrations.sklearn import PrivateClassifier, PrivateRegressor
     from qclip.simulation import problems, simulate
@@ -30,7 +33,6 @@ if TYPE_CHECKING:
     from qclip.training.rows import Repeated
     from qclip.training.run import PrivateTraining
 
-__version__ = "0.1.0"
 __all__ = [
     "BalancedThreshold",
     "Constant",
@@ -46,6 +48,7 @@ __all__ = [
     "Refusal",
     "Repeated",
     "RollingQuantile",
+    "RunLog",
     "SlackQuantile",
     "StepRecord",
     "accounting",
@@ -60,6 +63,7 @@ __all__ = [
     "make_private",
     "problems",
     "register_rule",
+    "report",
     "schedules",
     "simulate",
     "tables",
@@ -85,6 +89,7 @@ _HOMES = {
     "Refusal": "_validate",
     "Repeated": "training.rows",
     "RollingQuantile": "thresholds",
+    "RunLog": "apps.run_log",
     "SlackQuantile": "thresholds",
     "StepRecord": "training.history",
     "clipped_gradients": "engine",
@@ -94,6 +99,7 @@ _HOMES = {
     "load": "tables.predictor",
     "make_private": "training.make",
     "register_rule": "engine",
+    "report": "apps.run_log",
 }
 
 

@@ -60,9 +60,10 @@ def test_each_group_has_its_own_curve():
     run(training, TensorBoardLog(training, writer))
     last = training.history[-1]
     assert len(last.tau) == 2
-    for k in range(2):
-        assert writer.scalars[f"qclip/tau/{k}"][9] == last.tau[k]
-        assert writer.scalars[f"qclip/noisy_unclipped/{k}"][9] == last.noisy_unclipped[k]
+    assert training.groups == ("0", "2")
+    for k, group in enumerate(training.groups):
+        assert writer.scalars[f"qclip/tau/{group}"][9] == last.tau[k]
+        assert writer.scalars[f"qclip/noisy_unclipped/{group}"][9] == last.noisy_unclipped[k]
 
 
 def test_a_constant_has_no_counts():

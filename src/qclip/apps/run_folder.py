@@ -81,12 +81,14 @@ class RunFolder:
         """Read the lines of the held-out scores, in order."""
         return [line for line in self._lines() if "held_out" in line]
 
-    def refuse_unwritable(self) -> None:
+    def refuse_unwritable(self, argument: str = "--out") -> None:
         """Refuse a folder that cannot be written to, before any work is done and without creating it."""
         nearest = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
             reason = "is not writable" if nearest.is_dir() else "is a file"
-            raise check.Refusal(f"--out = {str(self.path)!r} is not usable: {nearest} {reason}; choose another folder")
+            raise check.Refusal(
+                f"{argument} = {str(self.path)!r} is not usable: {nearest} {reason}; choose another folder"
+            )
 
     def prepare(self) -> None:
         """Create the folder if it does not exist."""

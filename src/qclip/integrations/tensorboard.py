@@ -2,8 +2,7 @@
 
 from typing import Protocol
 
-from qclip import _validate as check
-from qclip.training.history import StepRecord
+from qclip.integrations.release_log import ReleaseLog
 from qclip.training.run import PrivateTraining
 
 
@@ -15,26 +14,13 @@ class Writer(Protocol):
         ...
 
 
-class Loss(Protocol):
-    """The return value of `PrivateTraining.step` and `PrivateTraining.loss`."""
-
-    def item(self) -> float:
-        """Return the mean loss of the batch."""
-        ...
-
-
-class TensorBoardLog:
-    """A log of each logical step: thresholds, noisy unclipped fractions, step size, and epsilon so far.
+class TensorBoardLog(ReleaseLog):
+    """A `ReleaseLog` in TensorBoard, under ``qclip/``.
 
         log = TensorBoardLog(training, SummaryWriter("runs/first"))
         for batch in training.loader:
             training.step(batch)
             log.write()
-
-    - All of these values are released: epsilon covers a reader of the log. (It is rounded up between the points of
-      `PrivateTraining.epsilon_curve`, and exact at the last step.)
-    - The training loss is not released. It is written only with ``raw_loss=True``, and epsilon does not cover such a
-      log.
 
     Args:
         training: The private run.
@@ -43,46 +29,8 @@ class TensorBoardLog:
     """
 
     def __init__(self, training: PrivateTraining, writer: Writer, *, raw_loss: bool = False) -> None:
-        self._training, self._writer, self._shows_loss = training, writer, raw_loss
-        self._written = len(training.history)
-        self._raw_losses: list[float] = []
+        def write(values: dict[str, float], step: int) -> None:
+            for name, value in values.items():
+                writer.add_scalar(f"qclip/{name}", value, step)
 
-    def write(self, *, raw_loss: Loss | None = None) -> None:
-        """Write the logical steps done since the last call, or since the log was made.
-
-        Args:
-            raw_loss: The return value of ``training.step(batch)`` or ``training.loss(batch)``, at every physical batch;
-                their mean over the logical step is written.
-
-        Raises:
-            Refusal: ``raw_loss`` was given to a log made without ``raw_loss=True``.
-        """
-        if raw_loss is not None:
-            self._note(raw_loss)
-        new = self._training.history[self._written :]
-        for record in new:
-            self._write_record(record)
-        if new and self._raw_losses:
-            mean = sum(self._raw_losses) / len(self._raw_losses)
-            self._writer.add_scalar("qclip/raw_loss", mean, new[-1].step)
-            self._raw_losses.clear()
-        self._written += len(new)
-
-    def _note(self, raw_loss: Loss) -> None:
-        if not self._shows_loss:
-            raise check.Refusal(
-                "raw_loss is not a released value, and log files last; leave it out, or make the log with "
-                "raw_loss=True if nobody else reads it"
-            )
-        self._raw_losses.append(raw_loss.item())
-
-    def _write_record(self, record: StepRecord) -> None:
-        self._write_groups("tau", record.tau, record.step)
-        self._write_groups("noisy_unclipped", record.noisy_unclipped, record.step)
-        self._writer.add_scalar("qclip/step_size", record.step_size, record.step)
-        self._writer.add_scalar("qclip/epsilon", self._training.epsilon_curve(record.step + 1), record.step)
-
-    def _write_groups(self, name: str, values: tuple[float, ...], step: int) -> None:
-        for k, value in enumerate(values):
-            tag = f"qclip/{name}" if len(values) == 1 else f"qclip/{name}/{k}"
-            self._writer.add_scalar(tag, value, step)
+        super().__init__(training, write, raw_loss=raw_loss)

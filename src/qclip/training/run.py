@@ -5,16 +5,19 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from qclip import _validate as check
 from qclip import accounting, theory
+from qclip._display import html_table
 from qclip._validate import Refusal
 from qclip.engine import ClippedGradients, Engine
 from qclip.engine.compiled.driver import Compiled
@@ -22,7 +25,7 @@ from qclip.engine.randomness import RandomState
 from qclip.schedules import Schedule
 from qclip.thresholds import Conditions, Threshold
 from qclip.thresholds.threshold import at, describe
-from qclip.training import certificate, checkpoint, recording
+from qclip.training import certificate, checkpoint, overview, recording
 from qclip.training.auto_step_size import AutoStepSize
 from qclip.training.batch_proof import Fetch, FetchProof
 from qclip.training.certificate import Departures
@@ -70,6 +73,8 @@ class PrivateTraining:
         ranks: Ranks,
         shards: Shards,
     ) -> None:
+        self.seeded = seed is not None
+        """Whether sampling and noise follow from a given seed: whoever knows it can subtract the noise."""
         self.updated = False
         """Whether the last call completed a logical step: the time to step schedulers and parameter averages."""
         self._engine, self._optimizers, self._plan = engine, tuple(optimizers), plan
@@ -137,6 +142,33 @@ class PrivateTraining:
         if recorder is not None:
             recorder.begin(self)
 
+    def __repr__(self) -> str:
+        lines = [f"  {name:<10} {text}" for name, text in self._overview()]
+        return "\n".join([overview.title(self.model), *lines])
+
+    def _repr_html_(self) -> str:
+        return html_table((), self._overview(), caption=overview.title(self.model))
+
+    def _overview(self) -> list[tuple[str, str]]:
+        return overview.rows(
+            self.plan,
+            self.threshold,
+            self.history,
+            epsilon=self.epsilon_curve,
+            num_groups=len(self.groups),
+            lost=self.lost_threshold,
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, without wrappers."""
+        return self._engine.model
+
+    @property
+    def rank(self) -> int:
+        """The number of this process among those that share the run; files and logs are those of rank 0."""
+        return self._ranks.rank
+
     @property
     def num_steps(self) -> int:
         """The number of logical steps of the plan."""
@@ -156,6 +188,19 @@ class PrivateTraining:
     def plan(self) -> TrainingPlan:
         """The public constants of the run."""
         return self._plan
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The choices that are not in the plan, as plain data for records. Public: the seed is not among them."""
+        rate, first = self._step_size, self._optimizers[0]
+        found, given = isinstance(rate, AutoStepSize), first.defaults["lr"] if rate is None else rate
+        return {
+            "optimizer": ", ".join(type(optimizer).__name__ for optimizer in self._optimizers),
+            "lr": None if found else float(given) if isinstance(given, float | int | Tensor) else repr(given),
+            "rescale_to_unit_norm": self._rule.rescale_to_unit_norm,
+            "rows_per_example": self._evaluation.rows_per_example,
+            **self._execution(),
+        }
 
     @property
     def threshold(self) -> Threshold[Any]:
@@ -235,6 +280,19 @@ class PrivateTraining:
             confidence=confidence,
         )
 
+    def report(self, path: str | os.PathLike[str], **about: Any) -> Path:
+        """Write the report of the run so far, a self-contained page; the same as ``qclip.report(training, path, ...)``.
+
+        Args:
+            path: The file of the page.
+            about: What the page says of the run (`qclip.report`), such as ``held_out={"accuracy": 0.9}``.
+
+        Returns:
+            The path.
+        """
+        # By the public door: reports stand above the library, which imports none of them.
+        return import_module("qclip").report(self, path, **about)
+
     def step(self, *batch: Any) -> Tensor:
         """Train on a physical batch of `loader`, given as ``batch`` or ``x, y``; return its raw mean loss, 0-dim."""
         with self._attempt():
@@ -281,6 +339,7 @@ class PrivateTraining:
         return {
             **self._identity(),
             "execution": self._execution() if self._engine.draws else None,
+            "seeded": self.seeded,
             "threshold_state": self._threshold_state,
             "history": [asdict(record) for record in self._records],
             "departure": self._departures.so_far(applied=self._guard.applied),
@@ -299,6 +358,7 @@ class PrivateTraining:
         self._warned_lost = any(record.lost for record in self._records)
         self._threshold_state = state["threshold_state"]
         self._engine.draws |= state["execution"] is not None
+        self.seeded |= state.get("seeded", False)  # older checkpoints do not say
         self._departures.begin(state["departure"])
         if isinstance(self._step_size, AutoStepSize):
             self._step_size.load_state_dict(self._by_parameter(state["auto_step_size"], self._shards.cut))

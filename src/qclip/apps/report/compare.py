@@ -35,14 +35,16 @@ class RunComparison:
         return [{column: text for column, text in row.items() if column in filled} for row in rows]
 
     def differences(self) -> dict[str, str]:
-        """Return the settings in which the runs differ: each value, and its runs."""
+        """Return the settings in which the runs that have them differ: each value, and its runs."""
         settings = {name: record.summary.settings for name, record in self.runs.items()}
         names = dict.fromkeys(key for given in settings.values() for key in given if key not in UNCOMPARED)
+        holders = {key: [run for run, given in settings.items() if key in given] for key in names}
         texts = {
             key: {run: words.setting(key, given.get(key, "")) or "none" for run, given in settings.items()}
             for key in names
         }
-        return {key: _grouped(text) for key, text in texts.items() if len(set(text.values())) > 1}
+        # What only the command line has a name for, such as --data, does not set runs of Python apart.
+        return {key: _grouped(text) for key, text in texts.items() if len({text[run] for run in holders[key]}) > 1}
 
     def as_json(self) -> dict[str, Any]:
         """Return the content of the table as JSON values."""

@@ -239,6 +239,7 @@ def _facts(record: Record) -> Iterator[str]:
     yield page.definitions(facts.items())
     shown = [(key.replace("_", " "), words.setting(key, value)) for key, value in summary.settings.items()]
     yield f"<h2>Settings</h2>{page.definitions(shown)}"
-    yield f"<h2>Command</h2><pre>{escape(summary.command)}</pre>"
+    if summary.command:
+        yield f"<h2>Command</h2><pre>{escape(summary.command)}</pre>"
     versions = ", ".join(f"{name} {version}" for name, version in summary.versions.items())
     yield f'<p class="facts">{escape(versions)}; {escape(summary.date)}</p>'

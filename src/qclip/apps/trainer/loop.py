@@ -1,11 +1,12 @@
 """The loop of a run: steps, scores and checkpoints, until the run is finished or interrupted."""
 
 import math
-from typing import Any
 
 from torch import Tensor
 
 from qclip import _validate as check
+from qclip.apps.live_run import score_line, step_line
+from qclip.apps.run_folder import Line
 from qclip.apps.trainer.export import export
 from qclip.apps.trainer.interrupt import Interrupt
 from qclip.apps.trainer.run import TrainerRun
@@ -96,26 +97,15 @@ class RawLosses:
         return mean
 
 
-def _step_line(run: TrainerRun, raw_loss: float) -> dict[str, Any]:
-    record = run.training.history[-1]
-    line = {
-        "step": record.step,
-        "tau": record.tau,
-        "noisy_unclipped": record.noisy_unclipped,
-        "step_size": record.step_size,
-        "noise_power": record.noise_power,
-        "clipped_length": record.clipped_length,
-        "lost": record.lost,
-        "epsilon": run.training.epsilon_curve(record.step + 1),
-    }
+def _step_line(run: TrainerRun, raw_loss: float) -> Line:
+    line = step_line(run.training, run.training.history[-1])
     return line | {"raw_loss": raw_loss} if run.settings.write_raw_loss else line
 
 
 def _score(run: TrainerRun, screen: Screen, done: int) -> None:
     run.held_out = _held_out(run)
     run.evaluation = None if run.task.evaluate is None else run.task.evaluate(run.model)
-    epoch = done // run.training.steps_per_epoch
-    line = {"step": done, "epoch": epoch, "held_out": run.held_out, "epsilon": run.training.epsilon_curve(done)}
+    line = score_line(run.training, done, run.held_out)
     run.folder.append(line)
     screen.score(line)
 

@@ -21,6 +21,7 @@ from qclip import _validate as check
 from qclip.accounting import Accountant, steps_per_epoch
 from qclip.engine.groups import GroupSpec
 from qclip.engine.randomness import RandomState
+from qclip.integrations.release_log import released_norms
 from qclip.integrations.transformers import (
     causal_lm_loss,
     classification_loss,
@@ -250,7 +251,9 @@ class PrivateTrainer(Trainer):
             if self._log_raw_loss:
                 logs["raw_loss"] = raw_loss
             epsilon = training.epsilon() if at_end else training.epsilon_curve(len(training.history))
-            logs |= {"epsilon": epsilon, **_released(training)}
+            logs |= {"epsilon": epsilon}
+            if training.history:
+                logs |= released_norms(training, training.history[-1])
         super().log(logs, *args, **kwargs)
 
     def _start(self, num_steps: int) -> None:
@@ -333,16 +336,6 @@ class _Steps(DataLoader[Any]):
 
 def _nothing(_: Sequence[int]) -> dict[str, Any]:
     return {}
-
-
-def _released(training: PrivateTraining) -> dict[str, float]:
-    """Return the released values of the last step, by their names in the logs."""
-    values: dict[str, float] = {}
-    if training.history:
-        record, groups = training.history[-1], training.groups
-        for name, row in ("tau", record.tau), ("noisy_unclipped", record.noisy_unclipped):
-            values |= {name if len(groups) == 1 else f"{name}/{g}": x for g, x in zip(groups, row, strict=False)}
-    return values
 
 
 def _per_example_loss(trainer: Any, given: Callable[[nn.Module, Any], Tensor] | None) -> Callable[..., Tensor]:
