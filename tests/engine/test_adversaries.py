@@ -176,6 +176,12 @@ def rows_by(take):
     return forward
 
 
+def written(order):
+    index = torch.zeros(len(order), dtype=torch.long)
+    index[:] = order
+    return index
+
+
 @pytest.mark.parametrize(
     "take",
     [
@@ -183,13 +189,28 @@ def rows_by(take):
         lambda x, order: F.embedding(order, x),
         lambda x, order: torch.cat([x.narrow(0, i, 1) for i in order]),
         lambda x, order: x.gather(0, order[:, None].expand_as(x)),
+        lambda x, order: x[order.numpy()],
+        lambda x, order: x[torch.as_tensor(order.numpy())],
+        lambda x, order: x[torch.tensor([float(i) + 1 for i in order]).long() - 1],
+        lambda x, order: x[written(order)],
     ],
-    ids=["one by one", "embedding", "narrow", "gather"],
+    ids=["one by one", "embedding", "narrow", "gather", "array", "of an array", "of floats", "written"],
 )
 def test_rows_put_in_order_by_data(take):
     model = Net(rows_by(take), **layers())
     lengths = torch.full((B,), 3), torch.full((B,), 3), torch.tensor([4, 1, 3, 2])
     assert_right(model, *[((torch.randn(B, D), each), torch.randn(B)) for each in lengths])
+
+
+def test_rows_put_in_order_by_an_attribute():
+    """It is set before every step, as some training loops do."""
+
+    def forward(n, x):
+        return n.two(n.one(x[n.order]).tanh()[n.order.argsort()])
+
+    model = Net(forward, **layers())
+    for model.order in (torch.arange(B), torch.arange(B), torch.tensor([1, 0, 3, 2])):
+        assert_right(model, (torch.randn(B, D), torch.randn(B)))
 
 
 def test_rows_repeated_by_data():

@@ -245,6 +245,45 @@ def test_tensors_made_inside_from_nothing_are_no_data():
     assert [site.call.function_name.strip("_").rpartition(".")[2].strip("_") for site in seen.sites] == ["matmul"]
 
 
+def test_results_of_an_iterator():
+    seen, _ = capture(lambda n, x: sum(x @ w for w in n.weights), x(), weights=param(2, D, P))
+    assert [site.parameters for site in seen.sites] == [["weights"], ["weights"]]
+
+
+def test_what_is_written_into_a_constant():
+    """Values of parameters make it a source, data make it data."""
+
+    def forward(n, x):
+        of_parameters, of_data = torch.zeros(D, P), torch.zeros(B, 1)
+        of_parameters[0] = n.w
+        of_data[:] = x[:, :1]
+        return of_data * n.v + x @ of_parameters
+
+    seen, _ = capture(forward, x(), w=param(P), v=param(P))
+    assert [site.parameters for site in seen.sites] == [["v"], ["w"]]
+
+
+@pytest.mark.parametrize(
+    ("write", "routes"),
+    [
+        (lambda n, h, mask: 0.0, False),
+        (lambda n, h, mask: n.w, False),
+        (lambda n, h, mask: torch.ones(P), False),
+        (lambda n, h, mask: h[0].clone(), True),
+        (lambda n, h, mask: h.flip(0)[mask].detach(), True),
+    ],
+    ids=["number", "parameter", "constant", "row of an example", "rows of other examples"],
+)
+def test_writing_over_rows_moves_none_but_those_of_examples(write, routes):
+    def forward(n, x, mask):
+        h = x.clone()
+        h[mask] = write(n, h, mask)
+        return h + n.w
+
+    seen, _ = capture(forward, torch.randn(B, P), torch.rand(B) > 0.5, w=param(P))
+    assert seen.routes is routes
+
+
 @pytest.mark.parametrize("spread", [
     lambda n, x: n.token.expand(len(x), -1), lambda n, x: n.token.repeat(len(x), 1), lambda n, x: n.token.expand_as(x),
     lambda n, x: torch.broadcast_to(n.token, x.shape),

@@ -133,7 +133,7 @@ def test_shared_modules_keep_their_parameters(make, broken, monkeypatch):
 
 
 def test_adapters_that_share_a_bank_of_vectors_are_left_alone():
-    """VB-LoRA of `peft`: every adapter holds the same dict. Without padding it is exact; with, it may be refused."""
+    """VB-LoRA of `peft`: every adapter holds the same dict."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     config = transformers.LlamaConfig(
         vocab_size=11, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, use_cache=False
@@ -146,10 +146,7 @@ def test_adapters_that_share_a_bank_of_vectors_are_left_alone():
     for inputs in ({"input_ids": words}, {"input_ids": words, "attention_mask": lengths.long()}):
         expected = oracle.clipped_gradients(model, logits_loss, inputs, targets, 0.5)
         for _ in range(2):
-            try:
-                assert_same(run(model, inputs, targets, logits_loss), expected, rtol=2e-5)
-            except Refusal:
-                assert "attention_mask" in inputs
+            assert_same(run(model, inputs, targets, logits_loss), expected, rtol=2e-5)
             assert contents(model).keys() == kept.keys()
             assert all(value is kept[place] for place, value in contents(model).items())
 
@@ -578,8 +575,9 @@ def test_models_take_turns():
             assert_same(run(model, x, targets), answer, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:data decide which rows of the batch go where:UserWarning")
 def test_one_call_within_another():
-    """A loss that clips the gradients of another model."""
+    """A loss that clips the gradients of another model; what the inner proofs move is seen by the outer capture."""
     inner, outer, (x, targets) = mlp(), mlp(), batch()
     expected, answers = run(copy.deepcopy(inner), x, targets), []
 

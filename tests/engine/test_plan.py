@@ -12,7 +12,7 @@ from engine.cases import Net
 from engine.cases.case import D, P, T, ids, param, squared
 from engine.cases.hidden import Scale, ScaleForVmap
 from engine.compare import assert_same
-from qclip.engine import Engine, Refusal, clipped_gradients, oracle
+from qclip.engine import Engine, Refusal, clipped_gradients, explain, oracle
 from qclip.engine import batch as batches
 from qclip.engine.gradients.layouts import Axis, Flat
 from qclip.engine.proof.perturbation import perturbed
@@ -423,6 +423,20 @@ def test_rules_and_fallbacks():
     assert len(sites) == 2
     assert not plan.whole
     assert plan.why == ""
+
+
+@pytest.mark.parametrize("eye", [lambda: torch.eye(D), lambda: torch.ones(D).diag()], ids=["identity", "diagonal"])
+def test_a_constant_whose_length_is_a_multiple_of_the_batch(eye):
+    """As in DoRA of `peft`. What is computed from it has no gradient, so that nothing shows whose rows it has."""
+
+    def forward(n, x):
+        scale = n.scale / (eye() @ n.w).detach().norm(dim=0)
+        return x @ n.w * scale
+
+    model = Net(forward, w=param(D, P), scale=param(P))
+    for batch_size in (D // 2, D):
+        rows = explain(model, torch.randn(batch_size, D)).parameters
+        assert {row.strategy for row in rows} == {"rule"}
 
 
 def test_tables_without_examples_are_no_business_of_a_rows_owner():

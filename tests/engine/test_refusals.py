@@ -507,8 +507,17 @@ def test_whole_model_gives_other_losses():
 
 
 def test_hidden_parameter_behind_a_site_of_another():
+    """Its weight is made from the data."""
+
+    def forward(n, x):
+        return F.linear(x, n.v * Product.apply(0 * x.mean(0).expand(P, -1), n.w))
+
+    refuse(Net(forward, w=param(D, D), v=param(D)), "'w'")
+
+
+def test_parameters_of_a_custom_function_without_data():
     model = Net(lambda n, x: F.linear(x, n.v * Product.apply(n.u, n.w)), u=param(P, 3), w=param(3, D), v=param(D))
-    refuse(model, "'w'")
+    accept(model, inputs())
 
 
 def test_hook_on_a_parameter():

@@ -202,6 +202,7 @@ NOT_IN_BFLOAT16 = {
 NOT_IN_AUTOCAST = {"interface-float64": "the row itself asks for float64"} | dict.fromkeys(
     [
         "embedding-bag-learned-weights",
+        "parameter-custom-function",
         "parameter-lerp",
         "parameter-lerp-end",
         "parameter-mask-token-assigned",

@@ -304,6 +304,7 @@ class Engine:
             self.parameters,
             [*state.constants.values(), *batches.shared_tensors(batch, batch_size)],
             batch_size,
+            attributes=checks.plain_attributes(self.model),
             not_broadcasts=self._not_broadcasts.get(batch_size, frozenset()),
             keep_values=keep_values,
             observe=observe,

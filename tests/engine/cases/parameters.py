@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.cases.case import D, Net, P, Problem, T, family, ids, linear, net, on, param, raw
+from engine.cases.hidden import Product
 
 
 def _class_token(n: nn.Module, x: Tensor) -> Tensor:
@@ -43,6 +44,48 @@ def _own_weights(n: nn.Module, x: Tensor) -> Tensor:
     return torch.bmm(x, n.hyper(x.mean(1)).view(len(x), D, P))
 
 
+def _by_an_identity(eye):
+    """As in DoRA of `peft`: the weight of two layers, found by an identity, sets a scale that has no gradient."""
+
+    def forward(n: nn.Module, x: Tensor) -> Tensor:
+        weight = n.two(n.one(eye(x.device).to(n.scale.dtype))).T
+        return n.two(n.one(x)) * (n.scale / weight.detach().norm(dim=1))
+
+    return net(forward, one=linear(D, 2), two=linear(2, P), scale=raw(P))
+
+
+def _written_into_zeros(n: nn.Module, x: Tensor) -> Tensor:
+    """As in OFT and FourierFT of `peft`: few numbers make a matrix."""
+    weight = torch.zeros(D, P, device=x.device, dtype=n.p.dtype)
+    weight[n.places[0], n.places[1]] = n.p
+    weight[0] = 2 * n.p[0]
+    return x @ weight
+
+
+def _best_of_a_bank(n: nn.Module, x: Tensor) -> Tensor:
+    """As in VB-LoRA of `peft`: the largest scores choose vectors of a bank."""
+    scores, best = n.scores.topk(2, dim=-1)
+    return x @ (scores.softmax(-1)[..., None] * n.bank[best]).sum(1)
+
+
+def _tokens_of_an_attribute(n: nn.Module, x: Tensor) -> Tensor:
+    """As in prompt tuning of `peft`: the ids are a plain tensor, not a buffer."""
+    prompt = n.table(n.tokens.to(x.device)).expand(len(x), -1, -1)
+    h = torch.cat([prompt, x], 1)
+    return n.out(h.softmax(1) * h)
+
+
+def _written_at(*index: object):
+    """A token that is written at a place, or at several."""
+
+    def forward(n: nn.Module, x: Tensor) -> Tensor:
+        h = n.out(x)
+        h[(slice(None), *index)] = n.token
+        return h.cumsum(1).tanh()
+
+    return forward
+
+
 def _augmented(n: nn.Module, h: Tensor) -> Tensor:
     h += n.p
     h *= n.p
@@ -79,15 +122,16 @@ TOKENS = family(
             (ids(B, T, high=4), torch.randn(B, T, D)),
         ),
         "output-is-the-parameter": net(lambda n, x: n.p.expand(len(x), -1) + 0 * x, (D,), p=raw(D)),
-    },
-) + family(
-    "parameter",
-    {
         "mask-token-assigned": lambda B: Problem(
             Net(_assigned_token, token=param(P), out=nn.Linear(D, P)), (torch.randn(B, T, D), torch.rand(B, T) < 0.5)
         ),
+        "token-at-a-place": net(_written_at(1), token=raw(P), out=linear()),
+        "tokens-at-places": net(_written_at(slice(1, None)), token=raw(2, P), out=linear()),
+        "token-in-columns": net(_written_at(..., slice(0, 2)), token=raw(1), out=linear()),
+        "tokens-of-an-attribute": net(
+            _tokens_of_an_attribute, table=lambda: nn.Embedding(3, D), tokens=lambda: torch.arange(3), out=linear()
+        ),
     },
-    may_refuse=True,
 )
 
 ARITHMETIC = family(
@@ -118,6 +162,14 @@ ARITHMETIC = family(
         "gate": _linear_and(lambda n, h: n.p.sigmoid() * h + (1 - n.p.sigmoid()) * h.square(), p=raw(P)),
         "cumsum": _linear_and(lambda n, h: h + n.p.cumsum(0), p=raw(P)),
         "sorted": _linear_and(lambda n, h: h * n.p.sort().values, p=raw(P)),
+        "by-an-identity": _by_an_identity(lambda device: torch.eye(D, device=device)),
+        "by-a-diagonal": _by_an_identity(lambda device: torch.ones(D, device=device).diag()),
+        "written-into-zeros": net(
+            _written_into_zeros, p=raw(4), places=lambda: torch.stack([torch.randperm(D)[:4], torch.randperm(P)[:4]])
+        ),
+        "best-of-a-bank": net(_best_of_a_bank, scores=raw(D, 4), bank=raw(4, P)),
+        "custom-function": net(lambda n, x: x @ Product.apply(n.p, n.q), p=raw(D, 2), q=raw(2, P)),
+        "one-by-one": net(lambda n, x: sum(x @ w for w in n.weights), weights=raw(3, D, P)),
         "softmax-mixture": net(lambda n, x: (n.p.softmax(0)[:, None] * x).sum(1), p=raw(T)),
         "stacked": _linear_and(lambda n, h: h * torch.stack([n.p, n.q]).mean(0), p=raw(P), q=raw(P)),
         "normalised": _linear_and(lambda n, h: h * n.p / n.p.norm(), p=raw(P)),

@@ -6,11 +6,14 @@ call that is wrongly recorded as a site fails the proof of ownership in `qclip.e
 
 import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import EllipsisType, NoneType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
@@ -21,8 +24,11 @@ from qclip.engine.capture.overrides import Overrides
 from qclip.engine.capture.routing import ROUTING, moved_dimensions
 from qclip.engine.gradients import rules
 from qclip.engine.gradients.layouts import relative
-from qclip.engine.gradients.sites import Call, Output, Site, Source, tensors, with_tensors
+from qclip.engine.gradients.sites import Call, Output, Site, Source, results_of, tensors, with_tensors
 from qclip.engine.randomness import RandomState
+
+_PART_OF_A_KIND = (int, str, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""Arguments that are the same in all passes of a kind, or do not matter; of floats only whether they are zero."""
 
 
 class _Inputs(NamedTuple):
@@ -50,7 +56,9 @@ class Capture(TorchFunctionMode):
         parameters: The trainable parameters by name.
         constants: Frozen parameters, buffers and inputs that all examples share.
         batch_size: The number of examples.
-        not_broadcasts: Ordinals of calls that look like broadcasts over the batch and are none.
+        attributes: Tensors that modules hold as plain attributes.
+        broadcasts: Ordinals of the parameter-only calls that give every example a row; None to guess by shapes.
+        not_broadcasts: Ordinals of those that look as if they did, and do not.
         keep_values: Whether sites keep a copy of their first output.
         observe: Called with the index and the first output of every site.
         overrides: Runs the functions of a forward pass that is traced for a compiled step; None for an eager one.
@@ -62,6 +70,8 @@ class Capture(TorchFunctionMode):
         constants: Iterable[Tensor],
         batch_size: int,
         *,
+        attributes: Iterable[Tensor] = (),
+        broadcasts: Collection[int] | None = None,
         not_broadcasts: Collection[int] = (),
         keep_values: bool = False,
         observe: Callable[[int, Tensor], None] | None = None,
@@ -75,11 +85,12 @@ class Capture(TorchFunctionMode):
         """Whether data decide where rows go, along a dimension that may hold examples."""
         self.parameters = parameters  # tensors are kept alive so that their ids stay theirs
         self.not_broadcasts = not_broadcasts
+        self._broadcasts = broadcasts
         self._batch_size = batch_size
         self._keep_values = keep_values
         self._observe = observe
         self._overrides = overrides
-        self._num_broadcasts = 0
+        self._num_shared = 0
         self._sources = {
             id(p): Source(get_gradient_edge(p), p.shape, p.dtype, frozenset([name])) for name, p in parameters.items()
         }
@@ -87,11 +98,25 @@ class Capture(TorchFunctionMode):
         # Fixed: a frozen parameter or buffer, or computed from one; such a tensor has no dimension of examples.
         self._constants = {id(x): x for x in constants}
         self._fixed = set(self._constants)
+        # Passing: constants that may be others in the next pass of the same kind; as an index, they count as data.
+        self._passing: set[int] = set()
+        for x in attributes:
+            if id(x) not in self._constants and id(x) not in self._sources and not x.requires_grad:
+                self._constants[id(x)] = x
+                self._passing.add(id(x))
+                if x.shape[:1] != (batch_size,):
+                    self._fixed.add(id(x))
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is Tensor.__iter__ and args[0].dim():  # an iterator would hide the results
+            with self:
+                return iter(args[0].unbind())
         call = Invocation.of(func, args, kwargs or {})
+        for x in call.tensors:
+            if isinstance(x.grad_fn, BackwardCFunction) and id(x) not in self._sources:
+                self._adopt(x, x.grad_fn)
         if not any(id(x) in self._sources for x in call.tensors):
             return self._run_without_parameters(call)
         if not torch.is_grad_enabled():
@@ -104,7 +129,7 @@ class Capture(TorchFunctionMode):
 
     def _run_without_parameters(self, call: Invocation) -> Any:
         result, results = self._run(call)
-        self._note_constants(call.tensors, results)
+        self._note_constants(call, results)
         self._note_call(call, results)
         return result
 
@@ -119,7 +144,7 @@ class Capture(TorchFunctionMode):
     def _run_with_parameters(self, call: Invocation, entry: rules.Entry | None) -> Any:
         inputs = self._classified(call, entry)
         result, results = self._run(call)
-        self._record(inputs, _outputs(call, results), results)
+        self._record(call, inputs, _outputs(call, results), results)
         self._note_call(call, results)
         return result
 
@@ -129,7 +154,7 @@ class Capture(TorchFunctionMode):
             result = CORRECTED.get(call.function, call.function)(*call.args, **call.kwargs)
         else:
             result = self._overrides.run(call.function, call.args, call.kwargs)
-        results = [result] if isinstance(result, Tensor) else tensors(result)
+        results = results_of(call.function, call.args, result)
         if self._overrides is not None and call.function is F.linear:
             results = [self._overrides.whole(x) for x in results]
         return result, results
@@ -138,13 +163,29 @@ class Capture(TorchFunctionMode):
 
     def _classified(self, call: Invocation, entry: rules.Entry | None) -> _Inputs:
         """Separate the data of a call from its sources, before it runs and can overwrite an argument."""
-        data = [
-            x for x in call.tensors if id(x) not in self._sources and (x.requires_grad or id(x) not in self._constants)
-        ]
+        data = [x for x in call.read if self._is_data(x)]
         # A call without a rule may have to run again, with the same random numbers. A traced call runs only once.
         may_run_again = entry is None and bool(data) and self._overrides is None
         random_state = RandomState.now(data[0].device) if may_run_again else None
         return _Inputs(self._detached(call), entry, bool(data), _nodes(data), random_state)
+
+    def _is_data(self, x: Tensor) -> bool:
+        """Return whether a tensor may be computed from data: it is neither a source nor a constant."""
+        return id(x) not in self._sources and (x.requires_grad or id(x) not in self._constants)
+
+    def _adopt(self, x: Tensor, node: BackwardCFunction) -> None:
+        """Note the result of a custom autograd function as a source, if the function used no data.
+
+        Modes do not see such a function. What it used are the inputs that led to its node, and the tensors that it
+        saved; these are not looked at where a hook, such as that of a checkpoint, would compute them again.
+        """
+        inputs = {edge for edge, _ in node.next_functions if edge is not None}
+        parents = tuple(source for source in self._sources.values() if source.edge.node in inputs)
+        if not inputs or {source.edge.node for source in parents} != inputs or _has_saving_hooks():
+            return
+        if not any(map(self._is_data, node.saved_tensors)):
+            function = getattr(type(node), "_forward_cls", type(node))
+            self._add_source(x, Call(function, (), {}, {}, (), frozenset(), in_place=False), parents)
 
     def _may_hold_examples(self, length: int, dim: int) -> bool:
         """Return whether a dimension may hold examples: one row each, or several in the first dimension."""
@@ -153,10 +194,12 @@ class Capture(TorchFunctionMode):
 
     def _is_broadcast(self, inputs: _Inputs, outputs: Sequence[Output]) -> bool:
         """Return whether a parameter-only call is to be recorded as a site that gives every example a row."""
-        if inputs.entry is None or not self._looks_like_broadcast(inputs.call, outputs[0].shape):
+        ordinal, self._num_shared = self._num_shared, self._num_shared + 1
+        if self._broadcasts is not None:
+            return ordinal in self._broadcasts
+        if inputs.entry is None or ordinal in self.not_broadcasts:
             return False
-        self._num_broadcasts += 1
-        return self._num_broadcasts - 1 not in self.not_broadcasts
+        return self._looks_like_broadcast(inputs.call, outputs[0].shape)
 
     def _looks_like_broadcast(self, call: Call, shape: torch.Size) -> bool:
         """Return whether an output may have a row per example, by expanding a source or from a constant with rows."""
@@ -175,23 +218,27 @@ class Capture(TorchFunctionMode):
 
     def _moves_examples(self, call: Invocation) -> bool:
         """Return whether data decide where rows go, along a dimension that may hold examples."""
+        if call.function is Tensor.__setitem__ and not any(map(self._is_data, tensors(call.args[2]))):
+            return False  # every row stays with its example, wherever something else is written over it
         return any(
-            id(rows) not in self._sources
-            and id(rows) not in self._constants
-            and id(index) not in self._constants
+            self._is_data(rows)
+            and (id(index) not in self._constants or id(index) in self._passing)
             and any(self._may_hold_examples(rows.shape[dim], dim) for dim in dims)
             for rows, index, dims in moved_dimensions(call)
         )
 
     # Record
 
-    def _record(self, inputs: _Inputs, outputs: tuple[Output, ...], results: Sequence[Tensor]) -> None:
+    def _record(
+        self, call: Invocation, inputs: _Inputs, outputs: tuple[Output, ...], results: Sequence[Tensor]
+    ) -> None:
         """Record what a call made of its sources: a site, new sources, or constants."""
         if not outputs:
             if not inputs.has_data:
-                self._note_constants((), results)
+                self._note_constants(call, results)
         elif not inputs.has_data and not self._is_broadcast(inputs, outputs):
             self._record_sources(inputs.call, results)
+            self._note_constants(call, results)  # such as indices, beside the values
         elif inputs.entry is not None or _depends(outputs, inputs):  # not so x.type_as(parameter)
             self._record_site(inputs, outputs, results)
 
@@ -208,11 +255,15 @@ class Capture(TorchFunctionMode):
 
     def _record_sources(self, call: Call, results: Iterable[Tensor]) -> None:
         parents = tuple(dict.fromkeys(call.sources.values()))
-        names = frozenset(name for parent in parents for name in parent.parameters)
         for x in results:
             if x.requires_grad and (call.in_place or id(x) not in self._sources):
-                self._sources[id(x)] = Source(get_gradient_edge(x), x.shape, x.dtype, names, call, parents)
-                self._alive.append(x)
+                self._add_source(x, call, parents)
+
+    def _add_source(self, x: Tensor, call: Call, parents: tuple[Source, ...]) -> None:
+        names = frozenset(name for parent in parents for name in parent.parameters)
+        self._forget_constant(x)
+        self._sources[id(x)] = Source(get_gradient_edge(x), x.shape, x.dtype, names, call, parents)
+        self._alive.append(x)
 
     def _record_site(self, inputs: _Inputs, outputs: tuple[Output, ...], results: Sequence[Tensor]) -> None:
         first = results[outputs[0].position].detach()
@@ -226,29 +277,39 @@ class Capture(TorchFunctionMode):
             cast_to=first.dtype if torch.is_autocast_enabled(first.device.type) else None,
             random_state=inputs.random_state,
             value=first.clone() if self._keep_values else None,
-            broadcast_index=None if inputs.has_data else self._num_broadcasts - 1,
+            broadcast_index=None if inputs.has_data else self._num_shared - 1,
         )
         self.sites.append(site)
         for x in results:  # data from now on, even if it was a source or a constant that the call overwrote
             self._sources.pop(id(x), None)
             self._forget_constant(x)
 
-    def _note_constants(self, arguments: Sequence[Tensor], results: Iterable[Tensor]) -> None:
+    def _note_constants(self, call: Invocation, results: Iterable[Tensor]) -> None:
         """Remember results that are constants; forget those into which data was written."""
-        constant = all(id(x) in self._constants for x in arguments)
-        fixed = constant and any(id(x) in self._fixed for x in arguments)
+        read = call.read
+        shared = not any(map(self._is_data, read))
+        fixed = shared and any(id(x) in self._fixed or id(x) in self._sources for x in read)
+        passing = any(id(x) in self._passing or id(x) in self._sources for x in read) or (
+            not read and not all(isinstance(x, _PART_OF_A_KIND) for x in call.scalars)
+        )
         rows = (self._batch_size,)
         for x in results:
-            if constant and not x.requires_grad:
-                self._constants[id(x)] = x
-                if fixed and (x.shape[:1] != rows or any(other.shape[:1] == rows for other in arguments)):
-                    self._fixed.add(id(x))  # this call did not expand it to a row per example
-            else:
-                self._forget_constant(x)
+            if x.requires_grad and id(x) in self._sources:
+                continue
+            self._forget_constant(x)
+            if not shared or x.requires_grad:
+                continue
+            self._constants[id(x)] = x
+            if passing:
+                self._passing.add(id(x))
+            expanded = x.shape[:1] == rows and not any(other.shape[:1] == rows for other in read)
+            if (fixed and not expanded) or call.function is torch.eye:
+                self._fixed.add(id(x))  # this call did not expand it to a row per example
 
     def _forget_constant(self, x: Tensor) -> None:
         self._constants.pop(id(x), None)
         self._fixed.discard(id(x))
+        self._passing.discard(id(x))
 
     def _note_call(self, call: Invocation, results: Sequence[Tensor]) -> None:
         """Add a call to the fingerprint, and notice whether data move rows."""
@@ -256,9 +317,10 @@ class Capture(TorchFunctionMode):
             return
         shapes = tuple(relative(x.shape, self._batch_size) for x in results)
         integers = relative([x for x in call.scalars if isinstance(x, int)], self._batch_size)
+        arrays = tuple(x.tobytes() for x in call.scalars if isinstance(x, np.ndarray) and x.dtype.kind in "iub")
         # Of floats only whether they are zero: a term that is switched on makes another kind of pass.
         others = tuple(bool(x) if isinstance(x, float) else x for x in call.scalars if isinstance(x, (float, str)))
-        self.fingerprint = hash((self.fingerprint, call.function, shapes, integers, others))
+        self.fingerprint = hash((self.fingerprint, call.function, shapes, integers, arrays, others))
         self.routes = self.routes or (call.function in ROUTING and self._moves_examples(call))
 
 
@@ -271,6 +333,11 @@ def _outputs(call: Invocation, results: Sequence[Tensor]) -> tuple[Output, ...]:
         for k, x in enumerate(results)
         if x.requires_grad and id(x) not in passed_on
     )
+
+
+def _has_saving_hooks() -> bool:
+    """Return whether a hook, such as that of a checkpoint, stands between autograd and the tensors that it saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _nodes(data: Iterable[Tensor]) -> tuple[frozenset[Node], ...]:

@@ -1,6 +1,6 @@
 """Checks: conditions that must hold before a gradient is used. Each refusal names the obstacle and a remedy."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -20,6 +20,7 @@ from qclip.engine.sharding import Sharding
 
 # Classes of modules that torch.distributed makes, by name: importing it takes seconds.
 _DISTRIBUTED = {"FSDPModule": "fully_shard", "FullyShardedDataParallel": "FullyShardedDataParallel", "DDP": "replicate"}
+_REGISTRIES = frozenset(vars(nn.Module()))
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -206,6 +207,17 @@ def named_tensors(
     yield from model.named_buffers()
     if criterion is not None:
         yield from ((CRITERION + name, x) for name, x in named_tensors(criterion))
+
+
+def plain_attributes(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors that modules hold as plain attributes, also in dicts and lists, and not as buffers."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield value
+            elif isinstance(value, (dict, list, tuple)) and value and name not in _REGISTRIES:
+                values = value.values() if isinstance(value, dict) else value
+                yield from (x for x in values if isinstance(x, Tensor))
 
 
 def is_constant(name: str, x: Tensor) -> bool:

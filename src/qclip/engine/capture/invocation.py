@@ -9,6 +9,8 @@ from torch import Tensor
 
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__imatmul__", "__ipow__"}
 
+_CASTS = {Tensor.to, Tensor.type_as}
+
 
 class Invocation(NamedTuple):
     """A call of a torch function, with the tensors that the model passed to it."""
@@ -22,6 +24,11 @@ class Invocation(NamedTuple):
     """All other arguments, with lists, tuples and slices opened."""
     in_place: bool
     """Whether the function overwrites its first argument."""
+
+    @property
+    def read(self) -> list[Tensor]:
+        """The tensors whose values the result depends on: of others only the dtype or the device is read."""
+        return self.tensors[:1] if self.function in _CASTS else self.tensors
 
     @staticmethod
     def of(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Invocation":

@@ -119,7 +119,8 @@ def trace(
             parameters,
             [*frozen, *batches.shared_tensors(traced_batch, batch_size)],
             batch_size,
-            not_broadcasts=run.capture.not_broadcasts,
+            attributes=checks.plain_attributes(engine.model),
+            broadcasts=[site.broadcast_index for site in run.capture.sites if site.broadcast_index is not None],
             overrides=overrides,
         )
         start = RandomState.now(torch.device("cpu"))

@@ -68,15 +68,26 @@ def to_parameters(
         batched: Whether ``grads`` has a batch dimension.
     """
     names = sorted(source.parameters)
-    parameter_grads = torch.autograd.grad(
-        [source.edge],
-        [parameters[name] for name in names],
-        grad_outputs=[grads.to(source.dtype)],
-        retain_graph=True,
-        allow_unused=True,
-        is_grads_batched=batched,
-    )
-    return {name: grad for name, grad in zip(names, parameter_grads, strict=True) if grad is not None}
+
+    def carried(grads: Tensor, *, batched: bool) -> dict[str, Tensor]:
+        parameter_grads = torch.autograd.grad(
+            [source.edge],
+            [parameters[name] for name in names],
+            grad_outputs=[grads],
+            retain_graph=True,
+            allow_unused=True,
+            is_grads_batched=batched,
+        )
+        return {name: grad for name, grad in zip(names, parameter_grads, strict=True) if grad is not None}
+
+    grads = grads.to(source.dtype)
+    try:
+        return carried(grads, batched=batched)
+    except RuntimeError:
+        if not batched:
+            raise
+    one_by_one = [carried(grad, batched=False) for grad in grads]  # a custom function that vmap does not support
+    return {name: torch.stack([found[name] for found in one_by_one]) for name in one_by_one[0]}
 
 
 def _transposes(call: Call) -> bool:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from qclip.engine import batch as batches
 from qclip.engine.gradients.layouts import Layout
-from qclip.engine.gradients.sites import Call, Site, tensors
+from qclip.engine.gradients.sites import Call, Site, results_of
 from qclip.engine.randomness import RandomState
 
 
@@ -106,7 +106,7 @@ def _example_function(
         # vmap does not support every function that autocast does, so the casts happen here.
         with torch.autocast(call.versions[0][0].device.type, enabled=False):
             args, kwargs = call.with_tensors([fill(x) for x, _ in call.versions])
-            results = tensors(call.function(*args, **kwargs))
+            results = results_of(call.function, args, call.function(*args, **kwargs))
         return tuple(results[output.position] for output in site.outputs)
 
     return run

@@ -101,7 +101,7 @@ class Site:
     value: Tensor | None
     """A copy of the first output, kept only for proofs."""
     broadcast_index: int | None
-    """Ordinal among parameter-only calls that look like batch broadcasts; None for ordinary sites."""
+    """Ordinal among the parameter-only calls, of one that gives every example a row; None for ordinary sites."""
 
     @property
     def parameters(self) -> list[str]:
@@ -177,6 +177,11 @@ def tensors(value: Any) -> list[Tensor]:
     if isinstance(value, (tuple, list)):
         return [x for item in value for x in tensors(item)]
     return []
+
+
+def results_of(function: Callable[..., Any], args: tuple[Any, ...], returned: Any) -> list[Tensor]:
+    """Return the tensors that a call computed: those it returned, or the one that ``x[index] = value`` wrote into."""
+    return [args[0]] if function is Tensor.__setitem__ else tensors(returned)
 
 
 def with_tensors(

@@ -114,9 +114,12 @@ def _plan(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subj
     if other is not None:
         raise _OtherSites(other)
     layouts, has_gradient = _owners(trial, subject.batch_size)
-    failed = [site.broadcast_index for site, admitted in zip(trial.capture.sites, layouts, strict=True) if not admitted]
-    if any(ordinal is not None for ordinal in failed):
-        raise NotBroadcast(frozenset(ordinal for ordinal in failed if ordinal is not None))
+    broadcasts = [site.broadcast_index for site in trial.capture.sites]
+    wrong = {k for k, admitted in zip(broadcasts, layouts, strict=True) if not admitted}
+    if wrong:  # perhaps because of others that no gradient shows
+        wrong |= {k for k, shown in zip(broadcasts, has_gradient, strict=True) if not shown}
+    if wrong - {None}:
+        raise NotBroadcast(frozenset(k for k in wrong if k is not None))
     plans, reasons = _site_plans(trial, layouts)
     reasons = dict.fromkeys(unseen, "the loss depends on it in a way that no torch function shows") | reasons
     random, device = trial.random, trial.losses.device

@@ -1,6 +1,7 @@
-"""Elementwise uses of parameters (biases, layer scales, tables that are added), and their expansion to the batch."""
+"""Elementwise uses of parameters: biases, scales, tables that are added, expansion to the batch, tokens written."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,3 +68,21 @@ def _untile(grad: Tensor, shape: torch.Size) -> Tensor:
     for k, length in enumerate(shape):
         grad = grad.unflatten(k + 1, (-1, length)).sum(k + 1)
     return grad
+
+
+@register_rule(_T.__setitem__)
+def setitem(grad: Tensor, input: Tensor, index: Any, value: Tensor | float) -> Mapping[str, Gradient]:
+    """``input[index] = value``, where the value is written to every place: a mask token, or tokens at fixed places."""
+    if not isinstance(value, Tensor):
+        return {}
+    indices = index if isinstance(index, tuple) else (index,)
+    mask = indices[0]
+    if len(indices) == 1 and isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        row = grad.dim() - mask.dim()
+        if value.dim() > row and value.shape[: value.dim() - row].numel() > 1:
+            return {}  # each place has a value of its own
+        places = mask.view(*mask.shape, *[1] * row)
+        return {"value": lambda: Dense(sum_to(torch.where(places, grad, 0), value.shape))}
+    if all(i is None or i is Ellipsis or isinstance(i, (int, slice)) for i in indices):
+        return {"value": lambda: Dense(sum_to(grad[(slice(None), *indices)], value.shape))}
+    return {}
