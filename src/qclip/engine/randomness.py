@@ -1,6 +1,8 @@
 """Random numbers: the states of all generators that a forward pass or a data set may draw from, saved and replayed."""
 
+import itertools
 import random
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,6 +94,48 @@ def seed_all(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
+
+
+_SETTINGS = {"seed", "get_state", "set_state", "getstate", "setstate"}
+
+
+@contextmanager
+def drawn_call_by_call() -> Iterator[None]:
+    """Seed the generators of Python and numpy before each call, by their present states and the number of the call.
+
+    Models draw from them in a loop over the examples, such as masks of SpecAugment, and how many numbers a call takes
+    may depend on its example. From one stream, replacing an example would change what is drawn for all that follow.
+    """
+    owner = threading.get_ident()
+    first = int(random.getstate()[1][0]), int(_numpy_state()[1][0])
+    counts = {random: itertools.count(), np.random: itertools.count()}
+
+    def instead_of(draw: Any, module: Any) -> Any:
+        def draw_anew(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == owner:
+                _seed(module, (*first, next(counts[module])))
+            return draw(*args, **kwargs)
+
+        return draw_anew
+
+    own = {
+        (module, name): draw
+        for module, generator in ((random, random._inst), (np.random, np.random.mtrand._rand))
+        for name, draw in vars(module).items()
+        if getattr(draw, "__self__", None) is generator and name not in _SETTINGS
+    }
+    try:
+        for (module, name), draw in own.items():
+            setattr(module, name, instead_of(draw, module))
+        yield
+    finally:
+        for (module, name), draw in own.items():
+            setattr(module, name, draw)
+
+
+def _seed(module: Any, seed: tuple[int, ...]) -> None:
+    """Seed the generator of the module ``random`` or ``np.random``."""
+    random.seed(repr(seed)) if module is random else np.random.seed(seed)  # noqa: NPY002
 
 
 _T = torch.Tensor

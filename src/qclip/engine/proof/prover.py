@@ -21,7 +21,7 @@ from qclip.engine.proof.proof import Subject, prove, require_owners, require_sep
 from qclip.engine.proof.separation import Mixing
 from qclip.engine.proof.totals import is_rough, plain_gradients, require_totals
 from qclip.engine.proof.traces import Repetition
-from qclip.engine.randomness import RandomState
+from qclip.engine.randomness import RandomState, drawn_call_by_call
 
 CALLS_FOR_REFUSAL: Final = (
     RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError, KeyError,
@@ -189,9 +189,10 @@ class Prover:
         with self._run.random_state.replayed():
             start = RandomState.now(self._engine.device)
             try:
-                again = self._engine.record(
-                    self._evaluate, batch, batch_size, keep_values=keep_values, observe=observe, proving=True
-                )
+                with drawn_call_by_call():
+                    again = self._engine.record(
+                        self._evaluate, batch, batch_size, keep_values=keep_values, observe=observe, proving=True
+                    )
             except (Refusal, torch.OutOfMemoryError):
                 raise
             except CALLS_FOR_REFUSAL as error:
@@ -200,8 +201,8 @@ class Prover:
                     "Every input with one row per example must make sense in another order, and in a smaller batch"
                 ) from error
             checks.require_losses(again.losses, batch_size)
-            random = not start.unmoved()
-            self.draws |= random or not start.python_unmoved()
+            random = not (start.unmoved() and start.python_unmoved())
+            self.draws |= random
             return Repetition(again.capture, again.losses, random)
 
 

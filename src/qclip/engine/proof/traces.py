@@ -29,7 +29,7 @@ class Repetition:
     losses: Tensor
     """[B]."""
     random: bool
-    """Whether it drew random numbers."""
+    """Whether it drew random numbers, from any generator."""
 
     def gradients(self, weights: Tensor, *, retain_graph: bool = False) -> list[list[Tensor | None]]:
         """Return the gradients of the weighted losses at every output of every site."""
