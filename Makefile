@@ -56,7 +56,7 @@ bench: setup
 
 # docs/coverage.md: every class of models of transformers; hours, but it goes on where it stopped.
 coverage: setup
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/coverage.py --page docs/coverage.md $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/model_coverage.py --page docs/coverage.md $(ARGS)
 
 # docs/api.md, from the public names and their docstrings.
 api: setup

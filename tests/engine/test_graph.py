@@ -117,17 +117,16 @@ def test_autocast_makes_another_graph(traces):
     contexts = [
         nullcontext(),
         torch.autocast("cpu", torch.bfloat16),
-        torch.autocast("cpu", torch.float16),
         torch.autocast("cpu", enabled=False),
     ]
     for context in contexts:
         with context:
             agree(pair, *data, rtol=2e-2 if context is contexts[1] else 1e-2)
-    assert len(traces) == 3
+    assert len(traces) == 2
     exact = pair.compiled(*data).norms
     with contexts[1]:
         assert not torch.equal(pair.compiled(*data).norms, exact)
-    assert len(traces) == 3
+    assert len(traces) == 2
 
 
 def test_settings_that_torch_compiles_for_make_another_graph(traces):

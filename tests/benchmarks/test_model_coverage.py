@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-import coverage
-from coverage_page import Row, page
+import model_coverage
+from model_coverage_page import Row, page
 from tiny_batches import LENGTHS, tiny_problem
 from tiny_configs import VOCABULARY, tiny_config
 
-transformers = coverage.transformers
+transformers = model_coverage.transformers
 
 FAMILIES = {
     "a decoder": "LlamaForCausalLM",
@@ -53,7 +53,7 @@ def test_equal_tokens_of_parts_stay_equal():
 
 
 def test_an_exact_model():
-    row = coverage.Measurement("LlamaForCausalLM").row()
+    row = model_coverage.Measurement("LlamaForCausalLM").row()
     assert (row.status, row.proofs, row.said) == ("exact", 2, "")
     assert max(row.sum_error, row.norm_error) < 1e-5
     assert row.first > row.fifth > 0
@@ -62,7 +62,7 @@ def test_an_exact_model():
 
 @pytest.mark.parametrize("wrong", ["sums", "norms"])
 def test_a_wrong_sum_or_norm_is_found(wrong, monkeypatch):
-    right = coverage.Engine.clipped
+    right = model_coverage.Engine.clipped
 
     def clipped(*arguments, **options):
         result = right(*arguments, **options)
@@ -70,14 +70,14 @@ def test_a_wrong_sum_or_norm_is_found(wrong, monkeypatch):
             x.mul_(1.001)
         return result
 
-    monkeypatch.setattr(coverage.Engine, "clipped", clipped)
-    row = coverage.Measurement("LlamaForCausalLM").row()
+    monkeypatch.setattr(model_coverage.Engine, "clipped", clipped)
+    row = model_coverage.Measurement("LlamaForCausalLM").row()
     assert row.status == "differs"
     assert {"sums": row.sum_error, "norms": row.norm_error}[wrong] == pytest.approx(1e-3, rel=0.01)
 
 
 def test_a_refused_model_says_why_and_whether_its_examples_mix():
-    row = coverage.Measurement("ResNetForImageClassification").row()
+    row = model_coverage.Measurement("ResNetForImageClassification").row()
     assert row.status == "refused"
     assert "BatchNorm2d" in row.reason
     assert row.mixes < 1e-4  # in evaluation mode
@@ -93,11 +93,11 @@ def test_a_sweep_goes_on_where_it_stopped(tmp_path, monkeypatch):
             if len(measured) == 2:
                 return
 
-    monkeypatch.setattr(coverage, "sweep", sweep)
-    options = coverage.Options(out=tmp_path, classes=("LlamaFor*",), page=tmp_path / "page.md")
-    coverage.main(options)
-    coverage.main(options)
-    assert sorted(measured) == sorted(name for name in coverage.classes() if name.startswith("LlamaFor"))
+    monkeypatch.setattr(model_coverage, "sweep", sweep)
+    options = model_coverage.Options(out=tmp_path, classes=("LlamaFor*",), page=tmp_path / "page.md")
+    model_coverage.main(options)
+    model_coverage.main(options)
+    assert sorted(measured) == sorted(name for name in model_coverage.classes() if name.startswith("LlamaFor"))
     assert len(measured) > 2
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
     assert [json.loads(line)["name"] for line in lines] == measured
@@ -111,8 +111,8 @@ def test_processes_that_die_or_take_too_long(monkeypatch):
         time.sleep(60 if name == "sleeps" else 0)
         raise ValueError(name)
 
-    monkeypatch.setattr(coverage, "Measurement", measurement)
-    rows = {row.name: row for row in coverage.sweep(["dies", "sleeps", "fails"], jobs=2, limit=1.0)}
+    monkeypatch.setattr(model_coverage, "Measurement", measurement)
+    rows = {row.name: row for row in model_coverage.sweep(["dies", "sleeps", "fails"], jobs=2, limit=1.0)}
     assert {name: row.status for name, row in rows.items()} == {"dies": "crashed", "sleeps": "late", "fails": "failed"}
     assert rows["fails"].reason == "ValueError: fails"
 
@@ -144,8 +144,8 @@ def test_what_the_page_says():
 
 
 def test_gradients_that_are_not_finite_are_not_measured(monkeypatch):
-    measurement = coverage.Measurement("LlamaForCausalLM")
+    measurement = model_coverage.Measurement("LlamaForCausalLM")
     with torch.no_grad():
         next(measurement.model.parameters()).fill_(torch.nan)
-    with pytest.raises(coverage.NotBuilt, match="with autograd alone"):
+    with pytest.raises(model_coverage.NotBuilt, match="with autograd alone"):
         measurement.row()

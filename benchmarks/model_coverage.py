@@ -1,6 +1,6 @@
 """Which models of transformers are clipped exactly, in training mode: every class, made tiny.
 
-python benchmarks/coverage.py [--out out/coverage --jobs 1 --classes 'Bert*' --page docs/coverage.md]
+python benchmarks/model_coverage.py [--out out/coverage --jobs 1 --classes 'Bert*' --page docs/coverage.md]
 
 Each class is built from a tiny configuration (`tiny_configs`) and given a padded batch (`tiny_batches`). Its clipped
 sums and norms are held against autograd, one example at a time. A class takes some seconds, all of them hours: each has
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers.models.auto import modeling_auto
 
-from coverage_page import SLOW, Row, page
+from model_coverage_page import SLOW, Row, page
 from qclip.engine import ClippedGradients, Engine, Refusal, explain, oracle
 from qclip.engine.driver import call
 from qclip.engine.randomness import seed_all
