@@ -17,6 +17,7 @@ from qclip.engine.capture.capture import Capture
 from qclip.engine.capture.checks import Evaluate
 from qclip.engine.capture.constants import Snapshot
 from qclip.engine.capture.forward_hooks import Watch, Watched
+from qclip.engine.capture.repeat import Repeat, Script
 from qclip.engine.gradients import clipping, fallback
 from qclip.engine.gradients.clipping import sum_dtype
 from qclip.engine.gradients.costs import CostModel
@@ -258,6 +259,31 @@ class Engine:
             )
         checks.require_unchanged_inputs(run.capture.sites)
         return run
+
+    def repeat(
+        self, evaluate: Evaluate, batch: Any, script: Script, observe: Callable[[int, Tensor], None] | None = None
+    ) -> tuple[Repeat, Tensor]:
+        """Run the evaluation again, on a batch on which it makes the same calls as before.
+
+        Args:
+            evaluate: Runs the model on a batch and returns one loss per example.
+            batch: The batch.
+            script: The earlier forward pass.
+            observe: Called with the index and the first output of every site.
+
+        Returns:
+            The sites, and the losses.
+
+        Raises:
+            OtherCalls: If the evaluation makes other calls.
+            Refusal: If it changes a parameter or a buffer.
+        """
+        repeat = Repeat(script, self.parameters, observe)
+        with torch.enable_grad(), self.unwatched(), uncompiled(), faults.avoided(), repeat:
+            losses = evaluate(batch)
+        repeat.require_same()
+        script.state.require_unmoved(self.model, self.criterion, self.data_independent_buffers)
+        return repeat, losses
 
     @contextmanager
     def in_precision(self, dtype: torch.dtype) -> Iterator[None]:

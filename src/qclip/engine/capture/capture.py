@@ -29,6 +29,9 @@ from qclip.engine.randomness import RandomState
 
 _PART_OF_A_KIND = (int, str, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Arguments that are the same in all passes of a kind, or do not matter; of floats only whether they are zero."""
+Calls = list[tuple[Callable[..., Any], "bool | Callable[..., Any]"]]
+"""Torch functions in the order of their calls, each with whether it is a site, or with the function that runs in its
+place and makes the calls that follow."""
 
 
 class _Inputs(NamedTuple):
@@ -79,6 +82,8 @@ class Capture(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.sites: list[Site] = []
+        self.calls: Calls = []
+        """The calls, as `qclip.engine.capture.repeat` follows them."""
         self.fingerprint = 0
         """Hash of every call: its function, shapes and integers; the same for every batch size."""
         self.routes = False
@@ -117,13 +122,17 @@ class Capture(TorchFunctionMode):
         for x in call.tensors:
             if isinstance(x.grad_fn, BackwardCFunction) and id(x) not in self._sources:
                 self._adopt(x, x.grad_fn)
+        self.calls.append((func, False))
         if not any(id(x) in self._sources for x in call.tensors):
             return self._run_without_parameters(call)
         if not torch.is_grad_enabled():
             return func(*call.args, **call.kwargs)
         entry = rules.find(func)
         parts = rules.DECOMPOSITIONS.get(func) or (_opened(func) if entry is None else None)
-        return self._run_with_parameters(call, entry) if parts is None else self._run_parts(call, parts)
+        if parts is not None:
+            self.calls[-1] = func, parts
+            return self._run_parts(call, parts)
+        return self._run_with_parameters(call, entry)
 
     # Run
 
@@ -144,7 +153,7 @@ class Capture(TorchFunctionMode):
     def _run_with_parameters(self, call: Invocation, entry: rules.Entry | None) -> Any:
         inputs = self._classified(call, entry)
         result, results = self._run(call)
-        self._record(call, inputs, _outputs(call, results), results)
+        self._record(call, inputs, outputs_of(call, results), results)
         self._note_call(call, results)
         return result
 
@@ -280,6 +289,7 @@ class Capture(TorchFunctionMode):
             broadcast_index=None if inputs.has_data else self._num_shared - 1,
         )
         self.sites.append(site)
+        self.calls[-1] = inputs.call.function, True
         for x in results:  # data from now on, even if it was a source or a constant that the call overwrote
             self._sources.pop(id(x), None)
             self._forget_constant(x)
@@ -324,7 +334,7 @@ class Capture(TorchFunctionMode):
         self.routes = self.routes or (call.function in ROUTING and self._moves_examples(call))
 
 
-def _outputs(call: Invocation, results: Sequence[Tensor]) -> tuple[Output, ...]:
+def outputs_of(call: Invocation, results: Sequence[Tensor]) -> tuple[Output, ...]:
     """Return the differentiable tensors that a call computed, without arguments that it passed on."""
     passed_on = set() if call.in_place else {id(x) for x in call.tensors}  # such as by x.contiguous()
     old = set() if call.in_place else {id(x._base) for x in call.tensors if x._is_view()} | passed_on

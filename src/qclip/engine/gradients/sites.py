@@ -8,7 +8,7 @@ activation that follows changes the tensor, but not the edge.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -112,10 +112,19 @@ class Site:
         return str(self.call)
 
 
+class HasOutputs(Protocol):
+    """A site, as far as its output gradients need it."""
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """Its differentiable outputs."""
+        ...
+
+
 def output_gradients(
     losses: Tensor,
     weights: Tensor,
-    sites: Sequence[Site],
+    sites: Sequence[HasOutputs],
     parameters: Mapping[str, Tensor],
     *,
     retain_graph: bool,

@@ -13,7 +13,7 @@ perturbed parameters and constants (`perturbation`). Four properties are tested:
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -23,11 +23,12 @@ from torch import Tensor
 from qclip._validate import Refusal
 from qclip.engine import batch as batches
 from qclip.engine.capture.capture import Capture
+from qclip.engine.capture.repeat import Script
 from qclip.engine.gradients.layouts import Layout, Single, candidates
 from qclip.engine.gradients.plan import Plan, plan_site, signature
 from qclip.engine.gradients.sites import Site
 from qclip.engine.proof.separation import Mixing, mixing, replacement, require_separation, separating_subsets
-from qclip.engine.proof.traces import Repetition, Rerun, SitePlans, Traces
+from qclip.engine.proof.traces import Repetition, Rerun, SitePlans, Traces, Trial
 from qclip.engine.randomness import SameDraws
 
 TOLERANCE: Final = 1e-4
@@ -51,23 +52,29 @@ class Subject:
 
     batch: Any
     batch_size: int
+    device: torch.device
     rerun: Rerun
     perturbed: Callable[[], AbstractContextManager[None]]
     """A context with perturbed parameters and constants."""
     evaluation: Callable[[], AbstractContextManager[None]]
     """A context with the model in evaluation mode."""
-    enlarged: Callable[[Tensor], AbstractContextManager[list[bool]]]
-    """A context with the model's inputs multiplied by factors [B]; its list is empty if no input was."""
+    enlarged: Callable[[Tensor], AbstractContextManager[None]]
+    """A context with the model's inputs multiplied by factors [B]."""
     in_float64: Callable[["Subject"], AbstractContextManager["Subject"]]
     """A context with the same evaluation in float64."""
+    first_run: Callable[[Any], Trial]
+    """Runs the evaluation again on a batch of the same size, and keeps the values of its sites."""
+    require_totals: Callable[[Plan, Trial | None], None]
+    """Refuses a plan by which the gradients of a run, or of one more run, do not add up to autograd's."""
+    script: Script | None = None
+    """A run of the evaluation that others repeat, unless they make other calls."""
+    can_grow: bool = True
+    """Whether the model has inputs that can be enlarged."""
 
-    def run(self, **options: Any) -> Repetition:
-        """Run the evaluation again."""
-        return self.rerun(self.batch, self.batch_size, **options)
-
-    def trace(self, plans: SitePlans, batch: Any = None) -> Traces:
-        """Run and trace the evaluation, on this batch or another of the same size."""
-        return Traces.of(self.rerun, self.batch if batch is None else batch, self.batch_size, plans)
+    def trace(self, plans: SitePlans, batch: Any = None, batch_size: int | None = None) -> Traces:
+        """Run and trace the evaluation, on this batch or another."""
+        batch, batch_size = self.batch if batch is None else batch, batch_size or self.batch_size
+        return Traces.of(self.rerun, batch, batch_size, plans, self.script)
 
 
 class NotBroadcast(Exception):
@@ -103,13 +110,14 @@ def prove(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subj
         with subject.perturbed():
             return _plan(capture, unseen, reached, subject)
     except _OtherSites as other:
-        repeated = [_first_other(capture.sites, subject.run().capture.sites, subject.batch_size) for _ in range(2)]
+        again = [subject.first_run(subject.batch).capture.sites for _ in range(2)]
+        repeated = [_first_other(capture.sites, sites, subject.batch_size) for sites in again]
         raise (_routed(other.site) if repeated == [None, None] else _unrepeatable(unseen)) from None
 
 
 def _plan(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subject: Subject) -> Plan:
-    subject, healthy = _healthy(subject)
-    trial = subject.run(keep_values=True)
+    subject, trial, site_grads, healthy = _healthy(subject)
+    subject = replace(subject, script=trial.script, can_grow=trial.can_grow)
     other = _first_other(capture.sites, trial.capture.sites, subject.batch_size)
     if other is not None:
         raise _OtherSites(other)
@@ -120,34 +128,49 @@ def _plan(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subj
         wrong |= {k for k, shown in zip(broadcasts, has_gradient, strict=True) if not shown}
     if wrong - {None}:
         raise NotBroadcast(frozenset(k for k in wrong if k is not None))
-    plans, reasons = _site_plans(trial, layouts)
+    plans, reasons = _site_plans(trial, layouts, site_grads)
     reasons = dict.fromkeys(unseen, "the loss depends on it in a way that no torch function shows") | reasons
-    random, device = trial.random, trial.losses.device
-    del trial  # and its graph
-    if subject.batch_size > 1:
-        plans = _require_separation(subject, plans)
-        if not random:
-            plans = _require_any_size(subject, plans, device)
-        elif _runs_in_evaluation(subject):
-            with subject.evaluation():
-                plans = _require_any_size(subject, plans, device)
-    whole = frozenset(reasons)
-    used = tuple(
-        None if whole.issuperset(site.parameters) else fitting[0]
-        for site, fitting in zip(capture.sites, plans, strict=True)
-    )
+    before = Traces.of_trial(trial, site_grads, plans)
     certain = all(
         (shown and len(admitted) == 1) or not is_reached
         for shown, admitted, is_reached in zip(has_gradient, layouts, reached, strict=True)
     )
-    return Plan(used, whole, reasons, proven=healthy and certain and not capture.routes)
+    whole = frozenset(reasons)
+
+    def planned() -> Plan:
+        sites = zip(capture.sites, plans, strict=True)
+        used = tuple(None if whole.issuperset(site.parameters) else fitting[0] for site, fitting in sites)
+        return Plan(used, whole, reasons, proven=healthy and certain and not capture.routes)
+
+    first, wrong_totals = planned(), None
+    try:
+        if not whole:
+            subject.require_totals(first, trial)
+    except Refusal as refusal:
+        wrong_totals = refusal  # perhaps because examples mix, which is refused in better words
+    del trial, site_grads  # and the graph
+    if subject.batch_size > 1:
+        plans = _require_separation(subject, before)
+        if not before.random:
+            plans = _require_any_size(subject, replace(before, plans=plans), [])
+        else:
+            with subject.evaluation():
+                usual = _in_evaluation(subject, plans)
+                plans = plans if usual is None else _require_any_size(subject, *usual)
+    plan = planned()
+    if whole or plan.sites != first.sites:
+        subject.require_totals(plan, None)
+    elif wrong_totals is not None:
+        raise wrong_totals
+    return plan
 
 
-def _site_plans(trial: Repetition, layouts: Sequence[Sequence[Layout]]) -> tuple[SitePlans, dict[str, str]]:
+def _site_plans(
+    trial: Trial, layouts: Sequence[Sequence[Layout]], site_grads: Sequence[Sequence[Tensor | None]]
+) -> tuple[SitePlans, dict[str, str]]:
     """Return the plans that fit each site, and for the parameters of sites without one the reason."""
     plans: SitePlans = []
     reasons: dict[str, str] = {}
-    site_grads = trial.gradients(torch.ones_like(trial.losses))
     for site, admitted, grads in zip(trial.capture.sites, layouts, site_grads, strict=True):
         with torch.autocast(trial.losses.device.type, enabled=False):
             fitting, reason = plan_site(site, admitted, grads, len(trial.losses))
@@ -160,8 +183,9 @@ def _site_plans(trial: Repetition, layouts: Sequence[Sequence[Layout]]) -> tuple
 def require_separation_in_float32(subject: Subject, plan: Plan) -> None:
     """Refuse examples that mix by less than 16 bits show; the subject must run in float32."""
     with subject.perturbed():
-        same_sites = len(subject.run().capture.sites) == len(plan.sites)  # else only the losses are compared
-        _require_separation(subject, [[how] if how is not None and same_sites else [] for how in plan.sites])
+        same_sites = len(subject.trace([]).sites) == len(plan.sites)  # else only the losses are compared
+        plans: SitePlans = [[how] if how is not None and same_sites else [] for how in plan.sites]
+        _require_separation(subject, subject.trace(plans))
 
 
 def _first_other(sites: Sequence[Site], others: Sequence[Site], batch_size: int) -> Site | None:
@@ -171,7 +195,7 @@ def _first_other(sites: Sequence[Site], others: Sequence[Site], batch_size: int)
     return None if k is None else (sites if k < len(sites) else others)[k]
 
 
-def _routed(site: Site) -> Refusal:
+def _routed(site: object) -> Refusal:
     return Refusal(
         f"{site}: data and parameters decide which rows go there, such as tokens to experts. At the perturbed "
         f"parameters of the proof these are other rows, so their owners cannot be proven. {SAME_WAY}"
@@ -191,28 +215,37 @@ def _unrepeatable(unseen: Sequence[str]) -> Refusal:
     )
 
 
-def _healthy(subject: Subject) -> tuple[Subject, bool]:
-    """Replace every example whose gradient is not finite by one whose gradient is; return whether there is one.
+def _healthy(subject: Subject) -> tuple[Subject, Trial, list[list[Tensor | None]], bool]:
+    """Run the evaluation; replace every example whose gradient is not finite by one whose gradient is.
 
     An example that is not finite says nothing about ownership: its NaNs may be anywhere.
+
+    Returns:
+        The subject on the batch that was run, the run, the gradients of the sum of its losses, and whether there is
+        an example that is finite.
     """
 
-    def only(is_finite: Tensor) -> Subject:
-        return replace(subject, batch=batches.select(subject.batch, replacement(is_finite), subject.batch_size))
+    def only(is_finite: Tensor) -> Any:
+        return batches.select(subject.batch, replacement(is_finite), subject.batch_size)
 
-    def all_finite(other: Subject) -> bool:
-        trial = other.run()
-        grads = trial.gradients(torch.ones_like(trial.losses))
-        return all(bool(grad.isfinite().all()) for site in grads for grad in site if grad is not None)
+    def run(batch: Any) -> tuple[Trial, list[list[Tensor | None]], bool]:
+        trial = subject.first_run(batch)
+        grads = trial.gradients(torch.ones_like(trial.losses), retain_graph=True)
+        return trial, grads, all(bool(grad.isfinite().all()) for site in grads for grad in site if grad is not None)
 
-    is_finite = subject.run().losses.detach().isfinite()
-    if bool(is_finite.any()) and not all_finite(only(is_finite)):  # a finite loss whose gradient is not: one by one
+    trial, grads, all_finite = run(subject.batch)
+    is_finite = trial.losses.detach().isfinite()
+    if all_finite and bool(is_finite.all()):
+        return subject, trial, grads, True
+    if bool(is_finite.any()) and not run(only(is_finite))[2]:  # a finite loss whose gradient is not: one by one
         alone = torch.eye(subject.batch_size, dtype=torch.bool, device=is_finite.device)
-        flags = [bool(flag) and all_finite(only(row)) for flag, row in zip(is_finite, alone, strict=True)]
+        flags = [bool(flag) and run(only(row))[2] for flag, row in zip(is_finite, alone, strict=True)]
         is_finite = torch.tensor(flags, device=is_finite.device)
     if not bool(is_finite.any()):
-        return subject, False
-    return subject if bool(is_finite.all()) else only(is_finite), True
+        return subject, trial, grads, False
+    batch = only(is_finite)
+    trial, grads, _ = run(batch)
+    return replace(subject, batch=batch), trial, grads, True
 
 
 def _owners(trial: Repetition, batch_size: int) -> tuple[list[list[Layout]], list[bool]]:
@@ -260,68 +293,83 @@ def require_owners(run: Repetition, plan: Plan) -> None:
                     raise _routed(site)
 
 
-def _require_separation(subject: Subject, plans: SitePlans) -> SitePlans:
-    """Return the plans by which no example depends on others, even where no gradient shows it; refuse if none."""
-    before, again = subject.trace(plans), subject.trace(plans)
-    everyone = torch.arange(subject.batch_size, device=before.losses.device)
+def _require_separation(subject: Subject, before: Traces) -> SitePlans:
+    """Return the plans by which no example depends on others, even where no gradient shows it; refuse if none.
+
+    Args:
+        subject: The evaluation.
+        before: Its traces on the batch as it is.
+    """
+    plans, current = before.plans, replace(before)
     tolerance = ROUGH_TOLERANCE if before.rough else TOLERANCE
-    if before.compare(again, everyone, tolerance)[1] is not None:
-        raise _unrepeatable(())
 
     def difference(after: Traces, is_kept: Tensor) -> str | None:
-        before.plans, where = before.compare(after, is_kept, tolerance)
+        current.plans, where = current.compare(after, is_kept, tolerance)
         return where
 
-    require_separation(
-        lambda others: subject.trace(plans, others), difference, subject.batch, subject.batch_size, before.losses
-    )
-    is_kept = separating_subsets(subject.batch_size, before.losses)[0] != 0
-    large = _with_large_others(subject, plans, is_kept)
-    if large is not None and (where := difference(large, is_kept)) is not None:
-        raise mixing(where)
-    return before.plans
+    try:
+        require_separation(
+            lambda others: subject.trace(plans, others), difference, subject.batch, subject.batch_size, before.losses
+        )
+        is_kept = separating_subsets(subject.batch_size, before.losses)[0] != 0
+        large = _with_large_others(subject, plans, is_kept) if subject.can_grow else None
+        if large is not None and (where := difference(large, is_kept)) is not None:
+            raise mixing(where)
+    except Mixing:
+        everyone = torch.arange(subject.batch_size, device=before.losses.device)
+        for again in (subject.trace(plans), subject.trace(plans)):
+            if before.compare(again, everyone, tolerance)[1] is not None:
+                raise _unrepeatable(()) from None
+        raise
+    return current.plans
 
 
 def _with_large_others(subject: Subject, plans: SitePlans, is_kept: Tensor) -> Traces | None:
     """Return the traces with large inputs in the other examples, which show mixing by a thousandth, too.
 
-    None if the model takes no floating-point inputs, or refuses such large ones.
+    None if the model refuses such large ones.
     """
     try:
-        with subject.enlarged(torch.where(is_kept, 1.0, LARGE)) as applied:
-            traces = subject.trace(plans)
+        with subject.enlarged(torch.where(is_kept, 1.0, LARGE)):
+            return subject.trace(plans)
     except Refusal:
         return None
-    return traces if any(applied) else None
 
 
-def _require_any_size(subject: Subject, plans: SitePlans, device: torch.device) -> SitePlans:
+def _require_any_size(subject: Subject, usual: Traces, drawn: list[Tensor]) -> SitePlans:
     """Refuse a model whose examples depend on the batch size, such as a loss divided by it.
 
     Batches of other sizes run on other kernels, which round differently. Where that makes another element the largest
     of its pool, a gradient takes another path. So a few examples may differ; a division by the size changes them all.
     If many do, float64 tells the one from the other: it hardly rounds.
+
+    Args:
+        subject: The evaluation.
+        usual: Its traces on the batch as it is.
+        drawn: The random numbers that it drew for them.
     """
     try:
-        return _same_at_another_size(subject, plans, device)
+        return _same_at_another_size(subject, usual, drawn)
     except Mixing as refusal:
         try:
             with subject.in_float64(subject) as precise:
-                return _same_at_another_size(precise, plans, device)
+                return _same_at_another_size(precise, *_with_same_draws(precise, usual.plans))
         except (Refusal, torch.OutOfMemoryError) as error:
             raise refusal from error
 
 
-def _same_at_another_size(subject: Subject, plans: SitePlans, device: torch.device) -> SitePlans:
-    batch_size = subject.batch_size
-    with SameDraws(batch_size, device) as first:
-        usual = subject.trace(plans)
+def _same_at_another_size(subject: Subject, usual: Traces, drawn: list[Tensor]) -> SitePlans:
+    batch_size, device = subject.batch_size, usual.losses.device
     size = batch_size // 2 if batch_size > 3 else batch_size + 1
-    index = torch.arange(size, device=usual.losses.device) % batch_size
-    with SameDraws(size, device, first.drawn):
-        other = Traces.of(subject.rerun, batches.select(subject.batch, index, batch_size), size, plans)
+    index = torch.arange(size, device=device) % batch_size
+    few = batches.select(subject.batch, index, batch_size)
+    with SameDraws(size, device, drawn) if drawn else nullcontext():
+        other = subject.trace(usual.plans, few, size)
+    if other.random and not drawn:
+        with SameDraws(size, device, drawn):
+            other = subject.trace(usual.plans, few, size)
     if other.random:
-        return plans  # random numbers that cannot be replayed, such as those of a fused dropout
+        return usual.plans  # random numbers that cannot be replayed, such as those of a fused dropout
     common = index[: min(size, batch_size)]
     tolerance = 0.2 if usual.rough else 1e-2
     plans, where = usual.compare(other, common, tolerance, allowed=len(common) // 20)
@@ -334,11 +382,15 @@ def _same_at_another_size(subject: Subject, plans: SitePlans, device: torch.devi
     return plans
 
 
-def _runs_in_evaluation(subject: Subject) -> bool:
-    """Return whether the evaluation runs with the model in evaluation mode, where dropout draws nothing."""
+def _with_same_draws(subject: Subject, plans: SitePlans) -> tuple[Traces, list[Tensor]]:
+    """Trace the evaluation with the same random numbers for every example; return these, too."""
+    with SameDraws(subject.batch_size, subject.device) as draws:
+        return subject.trace(plans), draws.drawn
+
+
+def _in_evaluation(subject: Subject, plans: SitePlans) -> tuple[Traces, list[Tensor]] | None:
+    """Trace the evaluation where the model is in evaluation mode, in which dropout draws nothing; None if it fails."""
     try:
-        with subject.evaluation():
-            subject.run()
+        return _with_same_draws(subject, plans)
     except Refusal:  # such as a model that returns something else in evaluation mode
-        return False
-    return True
+        return None

@@ -12,7 +12,9 @@ from torch.utils import _pytree as pytree
 from qclip._validate import Refusal
 from qclip.engine import batch as batches
 from qclip.engine.capture import checks
+from qclip.engine.capture.capture import Capture
 from qclip.engine.capture.checks import Evaluate
+from qclip.engine.capture.repeat import OtherCalls, Repeat, Script
 from qclip.engine.gradients.parts import Parts
 from qclip.engine.gradients.plan import Plan
 from qclip.engine.proof.perturbation import movable, perturbed
@@ -20,7 +22,7 @@ from qclip.engine.proof.precision import at_least
 from qclip.engine.proof.proof import Subject, prove, require_owners, require_separation_in_float32
 from qclip.engine.proof.separation import Mixing
 from qclip.engine.proof.totals import is_rough, plain_gradients, require_totals
-from qclip.engine.proof.traces import Repetition
+from qclip.engine.proof.traces import Repetition, Trial
 from qclip.engine.randomness import RandomState, drawn_call_by_call
 
 CALLS_FOR_REFUSAL: Final = (
@@ -36,6 +38,7 @@ class Provable(Protocol):
 
     model: nn.Module
     parameters: dict[str, nn.Parameter]
+    data_independent_buffers: tuple[str, ...]
 
     @property
     def device(self) -> torch.device:
@@ -60,6 +63,12 @@ class Provable(Protocol):
         """Run the evaluation and capture every use of a parameter."""
         ...
 
+    def repeat(
+        self, evaluate: Evaluate, batch: Any, script: Script, observe: Callable[[int, Tensor], None] | None, /
+    ) -> tuple[Repeat, Tensor]:
+        """Run the evaluation again, where it makes the same calls as before."""
+        ...
+
     def collect(self, run: Any, plan: Plan, is_counted: Tensor, evaluate: Evaluate, batch: Any, /) -> Parts:
         """Return the contributions of the sites to every parameter."""
         ...
@@ -79,6 +88,7 @@ class Prover:
         self._engine, self._run, self._evaluate, self._batch = engine, run, evaluate, batch
         self.draws = False
         """Whether the evaluation drew random numbers from any generator."""
+        self._fingerprints: set[int] = set()
 
     def prove(self) -> Plan:
         """Return a plan for the run.
@@ -112,59 +122,67 @@ class Prover:
 
     def _plan(self, constants: list[Tensor]) -> Plan:
         run, engine = self._run, self._engine
+        unseen, reached = checks.unseen_parameters(run.losses, run.capture.sites, engine.parameters)
+        self._fingerprints = {run.capture.fingerprint}
+
+        def require_totals(plan: Plan, trial: Trial | None) -> None:
+            self._require_totals(plan, subject, trial, in_float64=not unseen)
+
         subject = Subject(
             self._batch,
             run.batch_size,
+            engine.device,
             self._rerun,
             perturbed=lambda: perturbed(engine.parameters.values(), constants),
             evaluation=lambda: in_evaluation(engine.model),
             enlarged=lambda factors: enlarged(engine.model, factors),
             in_float64=self._in_float64,
+            first_run=self._first_run,
+            require_totals=require_totals,
         )
-        unseen, reached = checks.unseen_parameters(run.losses, run.capture.sites, engine.parameters)
         plan = prove(run.capture, unseen, reached, subject)
-        fingerprint = self._require_totals(plan, subject, in_float64=not unseen)
-        if run.capture.routes or fingerprint != run.capture.fingerprint:
+        if run.capture.routes or len(self._fingerprints) > 1:
             require_owners(Repetition(run.capture, run.losses, random=False), plan)
         if run.batch_size > 1 and any(map(is_rough, run.capture.sites)):
             self._require_separation_in_float32(plan, subject)
         return plan
 
-    def _require_totals(self, plan: Plan, subject: Subject, *, in_float64: bool) -> Any:
-        """Refuse a plan by which gradients do not add up to autograd's; return the fingerprint of the forward pass.
+    def _require_totals(self, plan: Plan, subject: Subject, trial: Trial | None, *, in_float64: bool) -> None:
+        """Refuse a plan by which the gradients of a trial, or of another run, do not add up to autograd's.
 
         Where an example's gradient is a sum that nearly cancels, rounding may exceed the sum. So a difference is
         computed again ``in_float64``, but not where the loss depends on parameters outside of the captured functions:
         float64 needs copies of the parameters, which such a loss would not use.
         """
         try:
-            return self._add_up(plan, subject)
+            self._add_up(plan, subject.batch, trial)
         except Refusal as refusal:
             if not in_float64:
                 raise
             try:
                 with self._in_float64(subject) as precise:
-                    return self._add_up(plan, precise)
+                    self._add_up(plan, precise.batch, None)
             except (Refusal, torch.OutOfMemoryError, *CALLS_FOR_REFUSAL) as error:
                 raise refusal from error
 
-    def _add_up(self, plan: Plan, subject: Subject) -> Any:
-        engine, run, batch = self._engine, self._run, subject.batch
-        with subject.perturbed():
+    def _add_up(self, plan: Plan, batch: Any, trial: Trial | None) -> None:
+        engine, run = self._engine, self._run
+        if trial is None:
             with run.random_state.replayed():
                 again = engine.record(self._evaluate, batch, run.batch_size)
             if [site.parameters for site in again.capture.sites] != [site.parameters for site in run.capture.sites]:
                 raise Refusal("the model uses other parameters there")
-            expected = plain_gradients(again.losses, engine.parameters)
-            is_counted = torch.ones(run.batch_size, dtype=torch.bool, device=again.losses.device)
-            parts = engine.collect(again, plan, is_counted, self._evaluate, batch)
-            require_totals(parts, expected, again.capture.sites, engine.parameters)
-        return again.capture.fingerprint
+        else:
+            again = trial
+        expected = plain_gradients(again.losses, engine.parameters)
+        is_counted = torch.ones(run.batch_size, dtype=torch.bool, device=again.losses.device)
+        parts = engine.collect(again, plan, is_counted, self._evaluate, batch)
+        require_totals(parts, expected, again.capture.sites, engine.parameters, run.batch_size)
 
     @contextmanager
     def _in_float64(self, subject: Subject) -> Iterator[Subject]:
         with self._engine.in_precision(torch.float64):
-            yield replace(subject, batch=_cast(subject.batch, torch.float64))
+            yield replace(subject, batch=_cast(subject.batch, torch.float64), script=None)
 
     def _require_separation_in_float32(self, plan: Plan, subject: Subject) -> None:
         """Prove what 16 bits cannot show, unless the model runs in 16 bits only, or float32 does not fit in memory."""
@@ -183,27 +201,63 @@ class Prover:
         batch: Any,
         batch_size: int,
         *,
-        keep_values: bool = False,
+        script: Script | None = None,
         observe: Callable[[int, Tensor], None] | None = None,
     ) -> Repetition:
-        with self._run.random_state.replayed():
+        if script is not None:
+            try:
+                with self._replayed() as draws:
+                    repeat, losses = self._engine.repeat(self._evaluate, batch, script, observe)
+                return self._repetition(repeat, losses, batch_size, draws)
+            except OtherCalls:
+                pass
+        with self._replayed() as draws:
+            again = self._engine.record(self._evaluate, batch, batch_size, observe=observe, proving=True)
+        return self._repetition(again.capture, again.losses, batch_size, draws)
+
+    def _first_run(self, batch: Any) -> Trial:
+        batch_size = self._run.batch_size
+        with self._replayed() as draws, _inputs_that_can_grow(self._engine.model, batch_size) as growing:
+            again = self._engine.record(self._evaluate, batch, batch_size, keep_values=True, proving=True)
+        self._fingerprints.add(again.capture.fingerprint)
+        repetition = self._repetition(again.capture, again.losses, batch_size, draws)
+        script = Script.of(again.capture, again.state)
+        return Trial(again.capture, again.losses, repetition.random, script, can_grow=bool(growing))
+
+    @contextmanager
+    def _replayed(self) -> Iterator[list[bool]]:
+        """Replay the random numbers of the run; fill the list with whether any were drawn. Refuse what fails inside."""
+        drawn: list[bool] = []
+        with self._run.random_state.replayed(), self._restored():
             start = RandomState.now(self._engine.device)
             try:
                 with drawn_call_by_call():
-                    again = self._engine.record(
-                        self._evaluate, batch, batch_size, keep_values=keep_values, observe=observe, proving=True
-                    )
-            except (Refusal, torch.OutOfMemoryError):
+                    yield drawn
+            except (Refusal, OtherCalls, torch.OutOfMemoryError):
                 raise
             except CALLS_FOR_REFUSAL as error:
                 raise Refusal(
                     f"the model could not be run again with some examples replaced or left out: {first_line(error)}. "
                     "Every input with one row per example must make sense in another order, and in a smaller batch"
                 ) from error
-            checks.require_losses(again.losses, batch_size)
-            random = not (start.unmoved() and start.python_unmoved())
-            self.draws |= random
-            return Repetition(again.capture, again.losses, random)
+            drawn.append(not (start.unmoved() and start.python_unmoved()))
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """Restore buffers that may move in a forward pass on exit, so that every run starts from the same ones."""
+        engine = self._engine
+        buffers = [(x, x.detach().clone()) for _, x in engine.model.named_buffers() if engine.data_independent_buffers]
+        try:
+            yield
+        finally:
+            for x, before in buffers:
+                x.data.copy_(before)
+
+    def _repetition(self, capture: Capture | Repeat, losses: Any, batch_size: int, drawn: list[bool]) -> Repetition:
+        checks.require_losses(losses, batch_size)
+        (random,) = drawn
+        self.draws |= random
+        return Repetition(capture, losses, random)
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:
@@ -228,27 +282,44 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def enlarged(model: nn.Module, factors: Tensor) -> Iterator[list[bool]]:
+def enlarged(model: nn.Module, factors: Tensor) -> Iterator[None]:
     """Multiply the model's floating-point inputs by factors [B].
 
     Elements that are whole numbers stay: they may be indices, and an index out of range is fatal on a GPU.
-
-    Yields:
-        A list that is empty if no input was multiplied.
     """
-    applied: list[bool] = []
+    batch_size = len(factors)
 
     def larger(x: Any) -> Any:
-        if not batches.is_example_wise(x, len(factors)) or not x.is_floating_point():
+        if not _can_grow(x, batch_size):
             return x
-        applied.append(True)
         return torch.where(x == x.round(), x, x * factors.to(x).view(-1, *[1] * (x.dim() - 1)))
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return pytree.tree_map(larger, (args, kwargs))
+        with torch._C.DisableTorchFunction():  # these are no calls of the model
+            return pytree.tree_map(larger, (args, kwargs))
 
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
     try:
-        yield applied
+        yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _inputs_that_can_grow(model: nn.Module, batch_size: int) -> Iterator[list[Tensor]]:
+    """Yield a list that is empty if no input of the model can be `enlarged`."""
+    found: list[Tensor] = []
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with torch._C.DisableTorchFunction():
+            found.extend(x for x in batches.tensor_leaves((args, kwargs)) if _can_grow(x, batch_size))
+
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def _can_grow(x: Any, batch_size: int) -> bool:
+    return batches.is_example_wise(x, batch_size) and x.is_floating_point()

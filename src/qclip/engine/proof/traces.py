@@ -1,6 +1,6 @@
 """Traces: reruns of an evaluation, and a summary of each example's values and gradients in them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from qclip.engine.capture.capture import Capture
-from qclip.engine.gradients.layouts import Layout
+from qclip.engine.capture.repeat import Repeat, Script
+from qclip.engine.gradients.layouts import Axis, Layout
 from qclip.engine.gradients.plan import SitePlan
 from qclip.engine.gradients.sites import output_gradients
 
 _MOST_ELEMENTS: Final = 2**24
 """The most elements that are projected at once."""
+_KEPT: Final = (2**14, 2**20)
+"""Up to which lengths directions are parts of the same ones, which are kept: drawing them takes time."""
+
+_USUAL: Final = Axis(0)
 
 SitePlans = list[list[SitePlan]]
 """The plans that fit each site: none, or more than one where no gradient distinguishes its layouts."""
@@ -21,11 +26,11 @@ Projections = dict[tuple[int, Layout], Tensor]
 """Projections and sizes [B, 3], by site and layout."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Repetition:
     """One more run of the evaluation."""
 
-    capture: Capture
+    capture: Capture | Repeat
     losses: Tensor
     """[B]."""
     random: bool
@@ -37,9 +42,21 @@ class Repetition:
         return output_gradients(self.losses, weights, sites, parameters, retain_graph=retain_graph)
 
 
+@dataclass(frozen=True, eq=False)
+class Trial(Repetition):
+    """The first run of a proof: captured, with the values of its sites."""
+
+    capture: Capture
+    script: Script
+    """To repeat it."""
+    can_grow: bool
+    """Whether inputs of the model can be enlarged."""
+
+
 Rerun = Callable[..., Repetition]
-"""``rerun(batch, batch_size, keep_values=False, observe=None)`` runs the evaluation again, on this batch or one like
-it, with the same random numbers; ``observe`` is called with the index and the output of every site."""
+"""``rerun(batch, batch_size, script=None, observe=None)`` runs the evaluation again, on this batch or one like it, with
+the same random numbers; ``script`` is a run that makes the same calls, most likely, and ``observe`` is called with the
+index and the output of every site."""
 
 
 @dataclass(eq=False)
@@ -60,7 +77,7 @@ class Traces:
     """Whether something was rounded to 16 bits on the way."""
 
     @staticmethod
-    def of(rerun: Rerun, batch: Any, batch_size: int, plans: SitePlans) -> "Traces":
+    def of(rerun: Rerun, batch: Any, batch_size: int, plans: SitePlans, script: Script | None = None) -> "Traces":
         """Run the evaluation and trace it.
 
         Args:
@@ -68,22 +85,44 @@ class Traces:
             batch: The batch.
             batch_size: B.
             plans: The plans whose layouts are traced at each site.
+            script: A run that makes the same calls, most likely.
         """
         traces = Traces(plans, batch_size)
-        trial = rerun(batch, batch_size, observe=lambda k, value: traces._add(traces.values, k, value))
-        traces.losses, traces.random = trial.losses.detach(), trial.random
-        traces.rough |= torch.is_autocast_enabled(traces.losses.device.type) or traces.losses.dtype == torch.bfloat16
-        traces.sites = [str(site) for site in trial.capture.sites]
-        for k, grads in enumerate(trial.gradients(torch.ones_like(traces.losses))):
-            if grads[0] is not None:
-                traces._add(traces.grads, k, grads[0])
+        again = rerun(batch, batch_size, script=script, observe=lambda k, value: traces._add(traces.values, k, value))
+        traces._finish(again, again.gradients(torch.ones_like(again.losses)))
         return traces
+
+    @staticmethod
+    def of_trial(trial: Trial, grads: Sequence[Sequence[Tensor | None]], plans: SitePlans) -> "Traces":
+        """Trace a run whose sites have kept their values.
+
+        Args:
+            trial: The run.
+            grads: The gradients of the sum of its losses.
+            plans: The plans whose layouts are traced at each site.
+        """
+        traces = Traces(plans, len(trial.losses))
+        for k, site in enumerate(trial.capture.sites):
+            assert site.value is not None
+            traces._add(traces.values, k, site.value)
+        traces._finish(trial, grads)
+        return traces
+
+    def _finish(self, run: Repetition, grads: Iterable[Sequence[Tensor | None]]) -> None:
+        self.losses, self.random = run.losses.detach(), run.random
+        self.rough |= torch.is_autocast_enabled(self.losses.device.type) or self.losses.dtype == torch.bfloat16
+        self.sites = [str(site) for site in run.capture.sites]
+        for k, (grad, *_) in enumerate(grads):
+            if grad is not None:
+                self._add(self.grads, k, grad.detach())
 
     def _add(self, projections: Projections, k: int, x: Tensor) -> None:
         for plan in self.plans[k] if k < len(self.plans) else ():
             if plan.layout.holds(x, self.batch_size) and (x.is_floating_point() or x.is_complex()):
                 self.rough |= x.dtype in (torch.bfloat16, torch.float16)
-                projections[k, plan.layout] = project(plan.layout.by_example(x.detach(), self.batch_size))
+                in_front = plan.layout == _USUAL  # and then a view of the examples would take time for nothing
+                rows = x if in_front else plan.layout.by_example(x, self.batch_size)
+                projections[k, plan.layout] = project(rows)
 
     def compare(
         self, other: "Traces", index: Tensor, tolerance: float, *, allowed: int = 0
@@ -109,12 +148,22 @@ class Traces:
                 common = here.keys() & there.keys()
                 known = [[plan for plan in fitting if (k, plan.layout) in common] for k, fitting in enumerate(plans)]
                 order = [k for k, fitting in enumerate(known) if fitting][::step]
-                largest = max((float(here[k, known[k][0].layout][index, 2].max()) for k in order), default=0.0)
+                if not order:
+                    continue
+                pairs: list[tuple[int, SitePlan]] = []
+                first: list[int] = []
                 for k in order:
-                    pairs = [(p, here[k, p.layout][index], there[k, p.layout][index]) for p in known[k]]
-                    plans[k] = [p for p, a, b in pairs if _num_apart(a, b, tolerance, largest) <= allowed]
-                    if not plans[k]:
-                        return plans, f"{words} {self.sites[k]}"
+                    first.append(len(pairs))
+                    pairs += [(k, plan) for plan in known[k]]
+                    plans[k] = []
+                a, b = (
+                    torch.stack([s[k, p.layout].to(index.device) for k, p in pairs])[:, index] for s in (here, there)
+                )
+                apart = _num_apart(a, b, tolerance, float(a[first, :, 2].max())).tolist()
+                for (k, plan), num in zip(pairs, apart, strict=True):
+                    plans[k] += [plan] if num <= allowed else []
+                if mixed := [k for k in order if not plans[k]]:
+                    return plans, f"{words} {self.sites[mixed[0]]}"
         a, b = self.losses[index].double(), other.losses[index].double()
         if int(((a - b).abs() > tolerance * (a.abs() + b.abs()) + 1e-12).sum()) <= allowed:
             return plans, None
@@ -122,18 +171,42 @@ class Traces:
         return plans, f"at or after {unknown[-1]}" if unknown else "in the loss"
 
 
-def _num_apart(a: Tensor, b: Tensor, tolerance: float, largest: float) -> int:
-    """Return the number of examples whose projections [B, 3] differ by more than the tolerance."""
-    margin = tolerance * (a[:, 2:] + b[:, 2:]) + 1e-3 * tolerance * largest
-    return int(((a - b).abs() > margin).any(1).sum())
+def _num_apart(a: Tensor, b: Tensor, tolerance: float, largest: float) -> Tensor:
+    """Return the numbers of examples whose projections [N, B, 3] differ by more than the tolerance, [N]."""
+    margin = tolerance * (a[..., 2:] + b[..., 2:]) + 1e-3 * tolerance * largest
+    return ((a - b).abs() > margin).any(-1).sum(-1)
 
 
 def project(rows: Tensor) -> Tensor:
     """Return two projections of each example's rows [B, ...], and their size, as [B, 3]."""
     rows = rows.reshape(len(rows), -1)
     rows = torch.view_as_real(rows).flatten(1) if rows.is_complex() else rows
-    generator = torch.Generator(rows.device).manual_seed(rows.shape[1])
-    with torch._C.DisableTorchFunction():  # `SameDraws` would take this for a draw of the model
-        directions = torch.randn(rows.shape[1], 2, generator=generator, dtype=torch.float64, device=rows.device)
+    directions = _directions(rows.shape[1], rows.device)
+    if rows.numel() <= _MOST_ELEMENTS:
+        return _projected(rows, directions)
     chunks = rows.split(max(1, _MOST_ELEMENTS // max(1, rows.shape[1])))  # all of them may not fit in float64
-    return torch.cat([torch.cat([x @ directions, x.norm(dim=1, keepdim=True)], 1) for x in map(Tensor.double, chunks)])
+    return torch.cat([_projected(chunk, directions) for chunk in chunks])
+
+
+def _projected(rows: Tensor, directions: Tensor) -> Tensor:
+    rows = rows.double()
+    return torch.cat([rows @ directions, torch.linalg.vector_norm(rows, dim=1, keepdim=True)], 1)
+
+
+_kept_directions: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def _directions(length: int, device: torch.device) -> Tensor:
+    """Return two Gaussian directions [length, 2], the same at every call."""
+    drawn = next((most for most in _KEPT if length <= most), length)
+    if drawn == length:
+        return _drawn(length, device)
+    if (drawn, device) not in _kept_directions:
+        _kept_directions[drawn, device] = _drawn(drawn, device)
+    return _kept_directions[drawn, device][:length]
+
+
+def _drawn(length: int, device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed(length)
+    with torch._C.DisableTorchFunction():  # `SameDraws` would take this for a draw of the model
+        return torch.randn(length, 2, generator=generator, dtype=torch.float64, device=device)
