@@ -489,3 +489,65 @@ def test_autocast_remembers_no_perturbed_parameters():
         model(x)
         clipped_gradients(model, squared, x, torch.randn(B), 1.0)
         assert torch.equal(model(x), expected)
+
+
+# What shows no gradient at first
+
+
+def gated(turned):
+    """A branch that data switch on; with as many positions as examples, sizes do not show the owners of its rows."""
+
+    def forward(n, x, gate):
+        branch = n.branch(x.transpose(0, 1)).transpose(0, 1) if turned else n.branch(x)
+        return n.out(x + gate.view(-1, 1, 1) * branch)
+
+    torch.manual_seed(0)
+    return Net(forward, branch=nn.Linear(D, D), out=nn.Linear(D, P))
+
+
+def steps(model, gates, shape=(B, B, D)):
+    """Clip a batch for each gate; return the number of proofs after each."""
+    engine, proofs = Engine(model), []
+    for gate in gates:
+        inputs, targets = (torch.randn(shape), gate * torch.tensor([0.0, 1.0, 0.0, 2.0])), torch.randn(B)
+        found = engine.clipped(lambda batch: squared(model(*batch[0]), batch[1]), (inputs, targets), 0.5)
+        assert_same(found, oracle.clipped_gradients(model, squared, inputs, targets, 0.5), rtol=2e-5)
+        proofs.append(engine.proofs)
+    return proofs
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_branch_that_data_switch_on(turned):
+    assert steps(gated(turned), (0, 0, 0, 1, 1, 1)) == [1, 2, 2, 3, 4, 4]
+
+
+def test_a_branch_that_mixes_and_that_data_switch_on():
+    model = Net(
+        lambda n, x, gate: n.out(x) + gate[:, None] * n.branch(x).roll(1, 0),
+        branch=nn.Linear(D, P),
+        out=nn.Linear(D, P),
+    )
+    assert steps(model, (0, 0, 0), (B, D)) == [1, 2, 2]
+    with pytest.raises(Refusal, match="examples mix"):
+        steps(model, (0, 0, 0, 1), (B, D))
+
+
+def test_a_branch_that_data_switch_on_and_off_is_proven_with_a_warning(monkeypatch):
+    """As if no proof ever saw a gradient there."""
+    monkeypatch.setattr("qclip.engine.driver._WAKES", 1)
+    with pytest.warns(UserWarning, match=r"proven at every step.* gradient at .*linear with branch"):
+        steps(gated(turned=False), (0, 0, 1))
+
+
+def test_what_no_batch_can_prove_is_proven_at_every_step_with_a_warning():
+    model = nn.Linear(D, P)
+    engine = Engine(model)
+
+    def clipped():
+        batch = torch.randn(B, D), torch.full((B,), torch.nan)
+        engine.clipped(lambda batch: squared(model(batch[0]), batch[1]), batch, 0.5)
+        return engine.proofs
+
+    assert [clipped(), clipped()] == [1, 2]
+    with pytest.warns(UserWarning, match=r"proven at every step.* no example has a finite gradient"):
+        assert clipped() == 3

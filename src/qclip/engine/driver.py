@@ -22,13 +22,14 @@ from qclip.engine.gradients import clipping, fallback
 from qclip.engine.gradients.clipping import sum_dtype
 from qclip.engine.gradients.costs import CostModel
 from qclip.engine.gradients.forms import Dense
-from qclip.engine.gradients.parts import Part, Parts, collect, prepare
+from qclip.engine.gradients.parts import Awoken, Part, Parts, collect, prepare
 from qclip.engine.gradients.plan import Plan, signature
 from qclip.engine.groups import ClipNorm, GroupSpec, ValidChoice, partition
 from qclip.engine.kernels.products import scale_examples
 from qclip.engine.proof.precision import in_precision
-from qclip.engine.proof.proof import PROOFS, SAME_WAY, NotBroadcast
+from qclip.engine.proof.proof import PROOFS, SAME_WAY, NotBroadcast, require_owners
 from qclip.engine.proof.prover import CALLS_FOR_REFUSAL, Prover, first_line
+from qclip.engine.proof.traces import Repetition
 from qclip.engine.randomness import RandomState
 from qclip.engine.result import ClippedGradients
 from qclip.engine.sharding import Reads, Sharding
@@ -49,7 +50,9 @@ Choice = ClipNorm | Callable[[Tensor], ClipNorm]
 Plans = dict[Any, tuple[Plan, int, Snapshot]]
 """By kind of forward pass: its plan, how often the plan was used, and the constants at its proof."""
 _OFTEN = 3
-"""After how many proofs caused by the same constant the user is warned."""
+"""After how many proofs of the same kind, or caused by the same constant, the user is warned."""
+_WAKES = 3
+"""After how many proofs because of a gradient that was zero before the user is warned."""
 _MOST_PLANS = 256
 
 
@@ -103,6 +106,7 @@ class Engine:
         self.draws = False
         """Whether the evaluation drew random numbers in any proof."""
         self._warned = False
+        self._wakes = 0
         self._moves: Counter[str] = Counter()
         self._watch: Watch | None = None
         self._is_own_forward = False
@@ -375,7 +379,32 @@ class Engine:
         """Return a plan for every parameter, and what the sites contribute to it; the run may have been made anew."""
         with faults.avoided():
             run, plan = self._settled(run, evaluate, batch, lambda run: self._plan(run, evaluate, batch, kind))
-            return run, plan, self.collect(run, plan, is_counted, evaluate, batch, reads=reads)
+            try:
+                return run, plan, self.collect(run, plan, is_counted, evaluate, batch, reads=reads)
+            except Awoken:
+                run, plan = self._proven_awake(run, evaluate, batch, kind)
+                heard = replace(plan, silent=frozenset())
+                return run, plan, self.collect(run, heard, is_counted, evaluate, batch, reads=reads)
+
+    def _proven_awake(self, run: "Run", evaluate: Evaluate, batch: Any, kind: Any) -> "tuple[Run, Plan]":
+        """Return a forward pass and a plan that is proven on this batch, where a site has its first gradient."""
+        run = self._again(run, evaluate, batch)
+        plan, *_ = self._plans.pop(self._kind(run, kind))
+        names = [str(run.capture.sites[k]) for k in sorted(plan.silent)]
+        run, plan = self._settled(run, evaluate, batch, lambda run: self._plan(run, evaluate, batch, kind))
+        require_owners(Repetition(run.capture, run.losses, random=False), plan)  # perturbed, it may be silent again
+        self._wakes += 1
+        if self._wakes == _WAKES and not self._warned:
+            self._warned = True
+            warnings.warn(
+                _SLOW.format(f"the gradient at {names[0]} is zero in some steps and not in others"), stacklevel=2
+            )
+        return run, plan
+
+    def _again(self, run: "Run", evaluate: Evaluate, batch: Any) -> "Run":
+        """Record the same forward pass again."""
+        with run.random_state.replayed():
+            return self.record(evaluate, batch, run.batch_size)
 
     @torch.enable_grad()
     def prove(self, evaluate: Evaluate, batch: Any, batch_size: int) -> "tuple[Run, Plan]":
@@ -394,8 +423,7 @@ class Engine:
                 return run, find_plan(run)
             except NotBroadcast as wrong:
                 self._not_broadcasts[run.batch_size] = frozenset(run.capture.not_broadcasts) | wrong.ordinals
-                with run.random_state.replayed():
-                    run = self.record(evaluate, batch, run.batch_size)
+                run = self._again(run, evaluate, batch)
 
     def _kind(self, run: "Run", kind: Any) -> Any:
         """Return a key that forward passes of one kind have in common."""
@@ -414,7 +442,7 @@ class Engine:
         plan, uses, snapshot = self._plans.get(self._kind(run, kind), (None, 0, None))
         if plan is None or snapshot is None or uses in PROOFS or not plan.proven:
             return True
-        return plan.reads_values or bool(snapshot.left(run.state.readable_constants))
+        return plan.reads_values or bool(plan.silent) or bool(snapshot.left(run.state.readable_constants))
 
     def _note_reads(self, plan: Plan, *, found: bool) -> None:
         """Take note of whether the gradients of a plan were computed from values of parameters."""
@@ -434,14 +462,9 @@ class Engine:
         self._plans[key] = plan, uses + 1, snapshot  # the latest last
         if len(self._plans) > _MOST_PLANS:
             del self._plans[next(iter(self._plans))]
-        if run.capture.routes and not self._warned:
+        if not plan.proven and not self._warned and (run.capture.routes or uses + 1 >= _OFTEN):
             self._warned = True
-            warnings.warn(
-                "data decide which rows of the batch go where in this model (such as sorting by length or routing to "
-                "experts), so ownership is proven at every step, which is slow; index with positions that do not "
-                "depend on the data where you can",
-                stacklevel=2,
-            )
+            warnings.warn(_slow(run, plan), stacklevel=2)
         return plan
 
     def note_moves(self, names: Sequence[str]) -> None:
@@ -540,6 +563,18 @@ class Engine:
         return ClippedGradients(sums, losses, norms, self.groups.chosen(clip_norms, norms), losses, is_counted)
 
 
+def _slow(run: "Run", plan: Plan) -> str:
+    """Return a warning that a model is proven at every step."""
+    if run.capture.routes:
+        return (
+            "data decide which rows of the batch go where in this model (such as sorting by length or routing to "
+            f"experts), at {run.capture.routed_by}, so ownership is proven at every step, which is slow; index with "
+            "positions that do not depend on the data where you can"
+        )
+    return _SLOW.format(plan.doubt)
+
+
+_SLOW = "the model is proven at every step, which is slow: {}"
 _REMEDY = (
     "Register a rule for the function (qclip.register_rule), write it with torch functions that vmap understands, "
     "or freeze the parameter"

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, resolve_name
 
 from qclip._validate import Refusal
 from qclip.engine.capture.faults import CORRECTED
@@ -86,8 +86,8 @@ class Capture(TorchFunctionMode):
         """The calls, as `qclip.engine.capture.repeat` follows them."""
         self.fingerprint = 0
         """Hash of every call: its function, shapes and integers; the same for every batch size."""
-        self.routes = False
-        """Whether data decide where rows go, along a dimension that may hold examples."""
+        self.routed_by = ""
+        """The first call in which data decide where rows go, along a dimension that may hold examples; in words."""
         self.parameters = parameters  # tensors are kept alive so that their ids stay theirs
         self.not_broadcasts = not_broadcasts
         self._broadcasts = broadcasts
@@ -111,6 +111,11 @@ class Capture(TorchFunctionMode):
                 self._passing.add(id(x))
                 if x.shape[:1] != (batch_size,):
                     self._fixed.add(id(x))
+
+    @property
+    def routes(self) -> bool:
+        """Whether data decide where rows go, along a dimension that may hold examples."""
+        return bool(self.routed_by)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -331,7 +336,9 @@ class Capture(TorchFunctionMode):
         # Of floats only whether they are zero: a term that is switched on makes another kind of pass.
         others = tuple(bool(x) if isinstance(x, float) else x for x in call.scalars if isinstance(x, (float, str)))
         self.fingerprint = hash((self.fingerprint, call.function, shapes, integers, arrays, others))
-        self.routes = self.routes or (call.function in ROUTING and self._moves_examples(call))
+        if not self.routed_by and call.function in ROUTING and self._moves_examples(call):
+            shape = list(call.tensors[0].shape)
+            self.routed_by = f"{resolve_name(call.function) or call.function.__name__} of a tensor of shape {shape}"
 
 
 def outputs_of(call: Invocation, results: Sequence[Tensor]) -> tuple[Output, ...]:

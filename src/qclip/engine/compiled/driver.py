@@ -366,7 +366,7 @@ def _obstacle(plan: Plan, *, routes: bool) -> str | None:
     """Return why one graph cannot carry out a plan, or None."""
     if routes:
         return "data decide which rows of the batch go where, so ownership is proven at every step"
-    if not plan.proven:
+    if not plan.proven or plan.silent:
         return UNPROVEN
     if plan.whole:
         return f"gradients of the whole model, example by example, are needed for {plan.why}"

@@ -29,6 +29,10 @@ class Part:
         return self.form.kept() if self.method == "kept" and isinstance(self.form, Products) else self.form
 
 
+class Awoken(Exception):
+    """A site whose gradient was zero in the proof has a gradient."""
+
+
 Parts = dict[str, list[Part]]
 """By parameter."""
 
@@ -51,7 +55,11 @@ def collect(
         is_counted: [B]; other examples have zero gradients.
         parameters: The trainable parameters by name.
         after_backward: Called between the backward pass and the computation of the forms.
+
+    Raises:
+        Awoken: If a site has a gradient that the plan does not expect to have one.
     """
+    places = [k for k, how in enumerate(plan.sites) if how is not None]
     planned = [(site, how) for site, how in zip(sites, plan.sites, strict=True) if how is not None]
     site_grads = output_gradients(
         losses,
@@ -61,6 +69,10 @@ def collect(
         retain_graph=False,
         after_backward=after_backward,
     )
+    silent = [grad for k, grads in zip(places, site_grads, strict=True) if k in plan.silent for grad in grads]
+    counts = [grad.count_nonzero().to(losses.device) for grad in silent if grad is not None]
+    if counts and bool(torch.stack(counts).any()):
+        raise Awoken
     parts: Parts = {name: [] for name in parameters}
     with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
         for (site, how), grads in zip(planned, site_grads, strict=True):

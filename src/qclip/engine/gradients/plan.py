@@ -38,12 +38,19 @@ class Plan:
     """Parameters left to the whole-model fallback."""
     reasons: Mapping[str, str]
     """Why they are, by parameter."""
-    proven: bool
-    """Whether the proof holds for later batches of the kind; not if a site had no gradient, or data route rows."""
+    doubt: str = ""
+    """Why the proof does not hold for later batches of the kind, such as routing by data; empty if it does."""
+    silent: frozenset[int] = frozenset()
+    """Sites whose gradient was zero, so that it did not show their rows: the proof holds as long as it is."""
     moved: bool = False
     """Whether buffers and frozen parameters were perturbed in the proof: it then holds while they drift."""
     reads_values: bool = True
     """Whether gradients are computed from values of parameters after the backward pass; known for sharded models."""
+
+    @property
+    def proven(self) -> bool:
+        """Whether the proof holds for later batches of the kind."""
+        return not self.doubt
 
     @property
     def why(self) -> str:

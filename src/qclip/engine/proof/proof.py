@@ -39,6 +39,7 @@ LARGE: Final = 1000.0
 """The factor of the inputs of replaced examples in the last round."""
 PROOFS: Final = frozenset({0, 1, *(16**k - 1 for k in range(1, 12))})
 """A kind of forward pass is proven after this many uses: at the 1st, 2nd, 16th, 256th... of them."""
+_NOT_FINITE: Final = "no example has a finite gradient"
 SAME_WAY: Final = (
     "Let all rows go through the same functions, with zero weights where they are not wanted; models of transformers "
     'with experts do so after model.set_experts_implementation("batched_mm")'
@@ -131,16 +132,18 @@ def _plan(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subj
     plans, reasons = _site_plans(trial, layouts, site_grads)
     reasons = dict.fromkeys(unseen, "the loss depends on it in a way that no torch function shows") | reasons
     before = Traces.of_trial(trial, site_grads, plans)
-    certain = all(
-        (shown and len(admitted) == 1) or not is_reached
-        for shown, admitted, is_reached in zip(has_gradient, layouts, reached, strict=True)
-    )
     whole = frozenset(reasons)
+    silent = {k for k, shown in enumerate(has_gradient) if reached[k] and not shown}
+    # Where the gradient admits several layouts, all of which fit, separation may leave one.
+    ambiguous = {k for k, admitted in enumerate(layouts) if reached[k] and has_gradient[k] and len(admitted) > 1}
+    undecidable = {k for k in ambiguous if len(plans[k]) < len(layouts[k])}
 
     def planned() -> Plan:
         sites = zip(capture.sites, plans, strict=True)
         used = tuple(None if whole.issuperset(site.parameters) else fitting[0] for site, fitting in sites)
-        return Plan(used, whole, reasons, proven=healthy and certain and not capture.routes)
+        open_sites = [capture.sites[k] for k in sorted(ambiguous) if k in undecidable or len(plans[k]) > 1]
+        doubt = _doubt(capture, open_sites) if healthy else _NOT_FINITE
+        return Plan(used, whole, reasons, doubt, frozenset(silent))
 
     first, wrong_totals = planned(), None
     try:
@@ -163,6 +166,14 @@ def _plan(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subj
     elif wrong_totals is not None:
         raise wrong_totals
     return plan
+
+
+def _doubt(capture: Capture, ambiguous: Sequence[Site]) -> str:
+    """Return why the owners of the rows may be others in the next batch, or an empty string."""
+    if capture.routes:
+        return f"data decide which rows go where, at {capture.routed_by}"
+    more = f", and {len(ambiguous) - 1} more" if len(ambiguous) > 1 else ""
+    return f"more than one layout fits {ambiguous[0]}{more}" if ambiguous else ""
 
 
 def _site_plans(

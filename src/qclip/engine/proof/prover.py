@@ -114,9 +114,9 @@ class Prover:
                     "A term that is switched on later may be a Python number: it is proven once it is on"
                 ) from refusal
             return plan
-        if moving and not plan.proven and not self._run.capture.routes:
+        if moving and (not plan.proven or plan.silent) and not self._run.capture.routes:
             at_rest = self._plan([])  # the perturbed values may not make sense to the model
-            if at_rest.proven:
+            if at_rest.proven and (not plan.proven or at_rest.silent < plan.silent):
                 return at_rest
         return replace(plan, moved=True)
 
@@ -176,7 +176,7 @@ class Prover:
             again = trial
         expected = plain_gradients(again.losses, engine.parameters)
         is_counted = torch.ones(run.batch_size, dtype=torch.bool, device=again.losses.device)
-        parts = engine.collect(again, plan, is_counted, self._evaluate, batch)
+        parts = engine.collect(again, replace(plan, silent=frozenset()), is_counted, self._evaluate, batch)
         require_totals(parts, expected, again.capture.sites, engine.parameters, run.batch_size)
 
     @contextmanager
