@@ -7,6 +7,7 @@ sums and norms are held against autograd, one example at a time. A class takes s
 a process and a line in rows.jsonl, and a sweep that is begun again leaves out what is in there.
 """
 
+import contextlib
 import datetime
 import fnmatch
 import json
@@ -32,7 +33,7 @@ from transformers.models.auto import modeling_auto
 from model_coverage_page import SLOW, Row, page
 from qclip.engine import ClippedGradients, Engine, Refusal, explain, oracle
 from qclip.engine.driver import call
-from qclip.engine.randomness import seed_all
+from qclip.engine.randomness import NoDropout, drawn_call_by_call, seed_all
 from tiny_batches import LENGTHS, NotBuilt, Problem, tiny_problem
 
 EXACT: Final = 1e-4
@@ -88,6 +89,8 @@ class Measurement:
         self.name, self.model = name, problem.model
         targets = torch.randint(1000, (len(LENGTHS), 16), generator=torch.Generator().manual_seed(2))
         self.batch = dict(problem.inputs), targets
+        self._calm = False
+        """Whether dropout is left out, and Python's and numpy's numbers are drawn call by call."""
 
     def row(self) -> Row:
         """Return what was found."""
@@ -104,6 +107,10 @@ class Measurement:
         expected = self._expected(1.0)
         middle = float(expected.norms.median())  # half of the examples are clipped
         result, expected = self._clipped(engine, middle), self._expected(middle)
+        if engine.own_draws:  # the oracle's examples draw those of the batch
+            self._calm = True
+            result, expected = self._clipped(Engine(self.model), middle), self._expected(middle)
+            self._calm = False
         errors = _errors(result, expected)
         proofs = engine.proofs
         said = " ".join(str(w.message) for w in caught if "proven" in str(w.message) or "proof" in str(w.message))
@@ -128,7 +135,11 @@ class Measurement:
         return Row(self.name, config, status, parameters=sum(p.numel() for p in self.model.parameters()), **fields)
 
     def _evaluate(self, batch: tuple[dict[str, Any], Tensor]) -> Tensor:
-        return losses(call(self.model, batch[0]), batch[1])
+        with contextlib.ExitStack() as stack:
+            if self._calm:
+                stack.enter_context(NoDropout())
+                stack.enter_context(drawn_call_by_call())
+            return losses(call(self.model, batch[0]), batch[1])
 
     def _clipped(self, engine: Engine, clip_norm: float) -> ClippedGradients:
         seed_all(3)

@@ -76,6 +76,32 @@ def test_a_wrong_sum_or_norm_is_found(wrong, monkeypatch):
     assert {"sums": row.sum_error, "norms": row.norm_error}[wrong] == pytest.approx(1e-3, rel=0.01)
 
 
+ONE_BY_ONE = {
+    "experts in a loop": "JetMoeForCausalLM",
+    "sorted experts": "Qwen3MoeForCausalLM",
+    "shared and sorted experts": "DeepseekV3ForCausalLM",
+    "experts and a state space": "JambaForCausalLM",
+    "experts with dropout inside": "SwitchTransformersForConditionalGeneration",
+    "gates of a linear recurrence": "RecurrentGemmaForCausalLM",
+    "relative positions with dropout": "XLNetForSequenceClassification",
+    "pooled relative positions": "FunnelForSequenceClassification",
+    "positions cut to the image": "ViltForQuestionAnswering",
+    "speech and masks of numpy": "SpeechT5ForSpeechToText",
+}
+IN_FAST_TESTS = {"experts in a loop"}
+
+
+@pytest.mark.filterwarnings("ignore:examples are run through the model one at a time:UserWarning")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(v, id=k, marks=[] if k in IN_FAST_TESTS else pytest.mark.slow) for k, v in ONE_BY_ONE.items()],
+)
+def test_a_model_that_is_run_one_example_at_a_time(name):
+    row = model_coverage.Measurement(name).row()
+    assert row.status == "exact"
+    assert max(row.sum_error, row.norm_error) < 1e-5
+
+
 def test_a_refused_model_says_why_and_whether_its_examples_mix():
     row = model_coverage.Measurement("ResNetForImageClassification").row()
     assert row.status == "refused"

@@ -24,6 +24,7 @@ from qclip.engine.groups import partition
 quiet = [
     pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths:UserWarning"),
     pytest.mark.filterwarnings("ignore:data decide which rows of the batch go where:UserWarning"),
+    pytest.mark.filterwarnings("ignore:examples are run through the model one at a time:UserWarning"),
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),
 ]
 """What torch itself says about some rows."""

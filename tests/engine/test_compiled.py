@@ -44,7 +44,7 @@ EAGER = {
     "embedding-bag-ragged": ROUTED,
     "frozen-times-zero": NOT_SHOWN,
     "executed-checkpointed-dropout": "random numbers of the forward pass",
-    "rows-routed-experts": ROUTED,
+    "rows-routed-experts": "examples are run one at a time",
     "interface-all-labels-ignored": NOT_SHOWN,
     "model-wav2vec2": "looks at values",
     "model-whisper": "looks at values",

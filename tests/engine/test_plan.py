@@ -110,10 +110,15 @@ def test_the_batch_that_is_as_long_as_the_sequence():
     clipped_gradients(right, squared, torch.randn(T, T, D), torch.randn(T), 1.0)
 
 
+@pytest.mark.filterwarnings("ignore:examples are run through the model one at a time:UserWarning")
 def test_copies_of_one_example():
-    """Equal examples do not hide that they mix."""
-    x = torch.randn(1, D).expand(4, D).contiguous()
-    mixes(Net(lambda n, x: leak(n.one(x), (0, 1), False), one=nn.Linear(D, P)), x)
+    """Equal examples that mix are run one at a time, each among its own copies; others show that they mix."""
+    same, targets = torch.randn(1, D).expand(4, D).contiguous(), torch.randn(4)
+    model = Net(lambda n, x: leak(n.one(x), (0, 1), False), one=nn.Linear(D, P))
+    found = clipped_gradients(model, squared, same, targets, 0.1)
+    assert_same(found, oracle.clipped_gradients(model, squared, same, targets, 0.1, shared_forward=True), rtol=2e-5)
+    with pytest.raises(Refusal, match=MIXED):
+        clipped_gradients(model, squared, torch.randn(4, D), targets, 0.1)
 
 
 # What could hide it
@@ -172,6 +177,7 @@ def test_dead_units_hide_nothing_for_long():
         )
 
 
+@pytest.mark.filterwarnings("ignore:examples are run through the model one at a time:UserWarning")
 @pytest.mark.parametrize("bad", [[0], [0, 1], [0, 2, 3], [0, 1, 2, 3]], ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_first_batch_with_examples_that_are_not_finite(bad, value):
@@ -323,7 +329,7 @@ def test_a_watched_model_with_another_loss_is_proven_anew():
 
 
 def test_rules_registered_later_are_used():
-    """A refusal says to register a rule; the same model must then be tried anew."""
+    """A warning says to register a rule; the same model must then be tried anew."""
     from qclip.engine import Dense, register_rule
     from qclip.engine.gradients.rules import unregister_rule
 
@@ -336,13 +342,14 @@ def test_rules_registered_later_are_used():
         torch.randn(4, D),
         torch.randn(4),
     )
-    with pytest.raises(Refusal, match="register_rule"):
-        clipped_gradients(model, squared, x, targets, 1.0)
+    with pytest.warns(UserWarning, match=r"one at a time.*register_rule"):
+        slow = clipped_gradients(model, squared, x, targets, 1.0)
     try:
         register_rule(scale)(lambda grad, x, w: {"w": Dense((grad * x).sum(1))})
         found = clipped_gradients(model, squared, x, targets, 1.0)
     finally:
         unregister_rule(scale)
+    assert_same(found, slow, rtol=2e-5)
     assert_same(found, oracle.clipped_gradients(model, squared, x, targets, 1.0), rtol=2e-5)
 
 

@@ -2,8 +2,8 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,11 +23,11 @@ from qclip.engine.gradients.clipping import sum_dtype
 from qclip.engine.gradients.costs import CostModel
 from qclip.engine.gradients.forms import Dense
 from qclip.engine.gradients.parts import Awoken, Part, Parts, collect, prepare
-from qclip.engine.gradients.plan import Plan, signature
+from qclip.engine.gradients.plan import OneByOne, Plan, signature
 from qclip.engine.groups import ClipNorm, GroupSpec, ValidChoice, partition
 from qclip.engine.kernels.products import scale_examples
 from qclip.engine.proof.precision import in_precision
-from qclip.engine.proof.proof import PROOFS, SAME_WAY, NotBroadcast, require_owners
+from qclip.engine.proof.proof import PROOFS, SAME_WAY, NotBroadcast, NotTogether, require_owners
 from qclip.engine.proof.prover import CALLS_FOR_REFUSAL, Prover, first_line
 from qclip.engine.proof.traces import Repetition
 from qclip.engine.randomness import RandomState
@@ -105,6 +105,8 @@ class Engine:
         """The evaluation and the batch of the last proof, for callers that prove more at the same time."""
         self.draws = False
         """Whether the evaluation drew random numbers in any proof."""
+        self.own_draws = False
+        """Whether examples drew other random numbers than in the batch, because they were run one at a time."""
         self._warned = False
         self._wakes = 0
         self._moves: Counter[str] = Counter()
@@ -453,19 +455,38 @@ class Engine:
     def _plan(self, run: "Run", evaluate: Evaluate, batch: Any, kind: Any) -> Plan:
         """Return the plan of forward passes of this kind; proven again at the 1st, 2nd, 16th, 256th... of them."""
         key, constants = self._kind(run, kind), run.state.readable_constants
+        any_rows = kind, tuple(module.training for module in self.model.modules())
+        if run.capture.routes and any_rows in self._plans:
+            key = any_rows  # a plan for one example at a time holds wherever the rows go
         plan, uses, snapshot = self._plans.pop(key, (None, 0, None))
         left = [] if snapshot is None else snapshot.left(constants)
         if plan is None or snapshot is None or uses in PROOFS or not plan.proven or left:
             self.note_moves(left)
             plan = self._proven(run, evaluate, batch)
             snapshot = Snapshot(constants, moved=plan.moved)
+            key = any_rows if plan.one_by_one is not None and run.capture.routes else key
         self._plans[key] = plan, uses + 1, snapshot  # the latest last
         if len(self._plans) > _MOST_PLANS:
             del self._plans[next(iter(self._plans))]
-        if not plan.proven and not self._warned and (run.capture.routes or uses + 1 >= _OFTEN):
+        if plan.one_by_one is not None:
+            self._warn_of_one_by_one(plan, run.batch_size)
+        elif not plan.proven and not self._warned and (run.capture.routes or uses + 1 >= _OFTEN):
             self._warned = True
             warnings.warn(_slow(run, plan), stacklevel=2)
         return plan
+
+    def _warn_of_one_by_one(self, plan: Plan, batch_size: int) -> None:
+        """Warn, once, that the model is run one example at a time."""
+        self.own_draws |= plan.one_by_one is not None and plan.one_by_one.own_draws
+        if self._warned:
+            return
+        self._warned = True
+        draws = " Each of them draws random numbers of its own." * self.own_draws
+        warnings.warn(
+            f"examples are run through the model one at a time, which is exact and slow: {batch_size} forward and "
+            f"backward passes for this batch of {batch_size}.{draws} The reason: {plan.why}",
+            stacklevel=2,
+        )
 
     def note_moves(self, names: Sequence[str]) -> None:
         """Warn, once, that a constant changes so often that most of the time is spent on proofs."""
@@ -482,17 +503,14 @@ class Engine:
     def _proven(self, run: "Run", evaluate: Evaluate, batch: Any) -> Plan:
         self.proofs += 1
         prover = Prover(self, run, evaluate, batch)
-        buffers = (
-            [(x, x.detach().clone()) for _, x in self.model.named_buffers()] if self.data_independent_buffers else []
-        )
+        buffers = self._declared_buffers()
         try:
             plan = deterministically(self.device, prover.prove)
             self.proven = evaluate, batch
             return plan
         finally:
             self.draws |= prover.draws
-            for x, before in buffers:
-                x.data.copy_(before)
+            _restore(buffers)
 
     def collect(
         self,
@@ -507,6 +525,9 @@ class Engine:
         """Return what the sites contribute to every parameter, by one backward pass, and watch reads from then on."""
         with ExitStack() as stack:
             after_backward = (lambda: None) if reads is None else (lambda: stack.enter_context(reads))
+            if plan.one_by_one is not None:
+                _, grads = self.one_by_one(run, evaluate, batch, is_counted, plan.one_by_one)
+                return _dense_parts(grads, is_counted)
             parts = collect(
                 run.capture.sites, plan, run.losses, is_counted, self.parameters, after_backward=after_backward
             )
@@ -523,16 +544,43 @@ class Engine:
                     self.model, evaluate, batch, run.batch_size, sorted(plan.whole), run.random_state
                 )
         except CALLS_FOR_REFUSAL as error:
-            raise Refusal(
-                f"no exact way to clip {plan.why}. Running the model example by example failed too: "
-                f"{first_line(error)}. {remedy}"
+            raise NotTogether(
+                f"no exact way to clip {plan.why}",
+                remedy,
+                f"Running all examples by vmap failed too: {first_line(error).rstrip('.')}.",
             ) from error
         rough = torch.is_autocast_enabled(self.device.type) or tf32_anywhere(self.device)
         if not fallback.close(again.detach(), run.losses.detach(), rough=rough):
-            raise Refusal(
-                f"no exact way to clip {plan.why}. Run example by example the model gives other losses. {remedy}"
-            )
-        return {name: [Part(Dense(scale_examples(grad, is_counted)))] for name, grad in grads.items()}
+            raise NotTogether(f"no exact way to clip {plan.why}", remedy, "Run by vmap the model gives other losses.")
+        return _dense_parts(grads, is_counted)
+
+    def one_by_one(
+        self, run: "Run", evaluate: Evaluate, batch: Any, is_counted: Tensor, how: OneByOne
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the losses and gradients of a batch, one example at a time (`fallback.one_by_one_gradients`)."""
+        buffers = self._declared_buffers()
+
+        def evaluate_one(one: Any) -> Tensor:
+            _restore(buffers)  # for every example those that the batch left
+            return evaluate(one)
+
+        def draws(i: int) -> AbstractContextManager[None]:
+            return run.random_state.seeded(i) if how.own_draws else run.random_state.replayed()
+
+        try:
+            with self.unwatched(), uncompiled():
+                found = fallback.one_by_one_gradients(
+                    evaluate_one, batch, is_counted, self.parameters, draws, in_copies=how.in_copies
+                )
+        finally:
+            _restore(buffers)
+        run.state.require_unmoved(self.model, self.criterion, self.data_independent_buffers)
+        return found
+
+    def _declared_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Return all buffers and their values, if some are declared to move in a forward pass."""
+        buffers = self.model.buffers() if self.data_independent_buffers else ()
+        return [(x, x.detach().clone()) for x in buffers]
 
     def _validated(self, clip_norm: Choice) -> ValidChoice:
         """Validate clip norms before anything is computed."""
@@ -575,6 +623,18 @@ def _slow(run: "Run", plan: Plan) -> str:
 
 
 _SLOW = "the model is proven at every step, which is slow: {}"
+
+
+def _restore(buffers: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for x, before in buffers:
+        x.data.copy_(before)
+
+
+def _dense_parts(grads: Mapping[str, Tensor], is_counted: Tensor) -> Parts:
+    """Return per-example gradients [B, *shape] as parts; those of other examples than the counted ones are zero."""
+    return {name: [Part(Dense(scale_examples(grad, is_counted)))] for name, grad in grads.items()}
+
+
 _REMEDY = (
     "Register a rule for the function (qclip.register_rule), write it with torch functions that vmap understands, "
     "or freeze the parameter"

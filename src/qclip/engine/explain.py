@@ -27,7 +27,7 @@ class ParameterStrategy:
     name: str
     shape: tuple[int, ...]
     strategy: str
-    """``rule``, ``vmap of the function``, ``vmap of the model``, ``frozen`` or ``unused``."""
+    """``rule``, ``vmap of the function``, ``vmap of the model``, ``one example at a time``, ``frozen``, ``unused``."""
     detail: str
 
 
@@ -90,7 +90,7 @@ def explain(
     is_counted = batches.full_mask(batch_size, None, engine.device)
     run, plan, parts = engine.parts(run, is_counted, evaluate, (batch, targets))
     prepare(parts, engine.costs)
-    planned = list(zip(run.capture.sites, plan.sites, strict=True))
+    planned = [] if plan.one_by_one is not None else list(zip(run.capture.sites, plan.sites, strict=True))
     rows = []
     for name, parameter in engine.model.named_parameters():
         sites = [(site, how) for site, how in planned if name in site.parameters]
@@ -103,6 +103,8 @@ def _strategy(
     name: str, sites: Sequence[tuple[Site, SitePlan | None]], plan: Plan, parts: Sequence[Part]
 ) -> tuple[str, str]:
     """Return the strategy of a parameter and its detail: the functions, derivations and norm methods."""
+    if plan.one_by_one is not None:
+        return "one example at a time", plan.reasons[name]
     if name in plan.whole:
         return "vmap of the model", plan.reasons[name]
     if not sites:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -59,6 +60,17 @@ class RandomState:
             yield
         finally:
             present.restore()
+
+    @contextmanager
+    def seeded(self, number: int) -> Iterator[None]:
+        """Run with states that follow from these and a number, and restore the current ones on exit."""
+        with self.replayed():
+            seed = int(torch.randint(2**31, ())) + number
+            seed_all(seed)
+            if self.device is not None and self.cuda:
+                with torch.cuda.device(self.device):
+                    torch.cuda.manual_seed(seed)
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states as plain data, for a checkpoint."""
@@ -136,6 +148,26 @@ def drawn_call_by_call() -> Iterator[None]:
 def _seed(module: Any, seed: tuple[int, ...]) -> None:
     """Seed the generator of the module ``random`` or ``np.random``."""
     random.seed(repr(seed)) if module is random else np.random.seed(seed)  # noqa: NPY002
+
+
+_DROPOUTS = {
+    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout,
+    torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout,
+}  # fmt: skip
+
+
+class NoDropout(TorchFunctionMode):
+    """A mode in which dropout does nothing, though the model stays in training mode."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Return the input of a dropout, and leave dropout out of attention."""
+        kwargs = kwargs or {}
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            kwargs = {name: value for name, value in kwargs.items() if name != "dropout_p"}
+            args = (*args[:4], *((0.0, *args[5:]) if len(args) > 4 else ()))
+        return func(*args, **kwargs)
 
 
 _T = torch.Tensor

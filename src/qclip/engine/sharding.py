@@ -56,6 +56,9 @@ class Reads(TorchDispatchMode):
 class Sharding:
     """Parameters that are whole, at all times and on every process."""
 
+    runs_alone: bool = True
+    """Whether a process may run the model as often as it likes, without the others."""
+
     def named_parameters(self, model: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
         """Yield the parameters as the forward pass uses them, by name: the same objects in every step."""
         return model.named_parameters()

@@ -164,6 +164,7 @@ class BlockShards(GatheredShards):
     """
 
     sums_are_parts = True
+    runs_alone = False
 
     def _begin(self, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():

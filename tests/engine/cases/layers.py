@@ -173,7 +173,6 @@ RECURRENT = (
                 Net(_packed, rnn=nn.LSTM(D, P, batch_first=True)), (torch.randn(B, T, D), torch.randint(1, T + 1, (B,)))
             ),
         },
-        may_refuse=True,
     )
 )
 

@@ -108,10 +108,27 @@ RANDOM = family(
     random=True,
 )
 
+
+def _opaque(n: nn.Module, x: Tensor) -> Tensor:
+    return Product.apply(n.one(x).tanh(), n.w)
+
+
+def _looks_at_values(n: nn.Module, x: Tensor) -> Tensor:
+    """A branch that no example decides, in the middle of what no capture sees into."""
+    h = _opaque(n, x)
+    return h if bool((h.abs() >= 0).any()) or bool(h.isnan().any()) else 2 * h
+
+
 OPAQUE = family(
     "executed",
-    {"custom-function-of-a-parameter": net(lambda n, x: Product.apply(x, n.w), (D,), w=raw(D, P))},
-    may_refuse=True,
+    {
+        "custom-function-of-a-parameter": net(lambda n, x: Product.apply(x, n.w), (D,), w=raw(D, P)),
+        "custom-function-behind-a-layer": net(_looks_at_values, one=linear(), w=raw(P, 2)),
+    },
+) + family(
+    "executed",
+    {"custom-function-with-dropout": net(lambda n, x: _opaque(n, F.dropout(x, 0.4)), one=linear(), w=raw(P, 2))},
+    random=True,
 )
 
 
@@ -234,7 +251,6 @@ ODD_LAYOUTS = family(
         ),
         "routed-experts": _experts(_routed),
     },
-    may_refuse=True,
 )
 
 

@@ -17,7 +17,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from qclip._validate import Refusal
 from qclip.engine.capture.faults import CORRECTED
 from qclip.engine.capture.invocation import Invocation, opened
 from qclip.engine.capture.overrides import Overrides
@@ -46,6 +45,8 @@ class _Inputs(NamedTuple):
     """The autograd nodes of each differentiable data argument."""
     random_state: RandomState | None
     """The state of the generators, if the call may have to run again."""
+    note: str = ""
+    """Why the function was not opened."""
 
 
 class Capture(TorchFunctionMode):
@@ -153,10 +154,10 @@ class Capture(TorchFunctionMode):
             with self:
                 return parts(*call.args, **call.kwargs)
         except NotImplementedError as error:
-            raise Refusal(f"{self._detached(call)}: {error}") from error
+            return self._run_with_parameters(call, None, note=str(error))
 
-    def _run_with_parameters(self, call: Invocation, entry: rules.Entry | None) -> Any:
-        inputs = self._classified(call, entry)
+    def _run_with_parameters(self, call: Invocation, entry: rules.Entry | None, *, note: str = "") -> Any:
+        inputs = self._classified(call, entry)._replace(note=note)
         result, results = self._run(call)
         self._record(call, inputs, outputs_of(call, results), results)
         self._note_call(call, results)
@@ -292,6 +293,7 @@ class Capture(TorchFunctionMode):
             random_state=inputs.random_state,
             value=first.clone() if self._keep_values else None,
             broadcast_index=None if inputs.has_data else self._num_shared - 1,
+            note=inputs.note,
         )
         self.sites.append(site)
         self.calls[-1] = inputs.call.function, True

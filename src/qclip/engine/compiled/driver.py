@@ -364,6 +364,8 @@ def _padded(batch: Any, mask: Tensor, slots: int) -> tuple[Any, Tensor]:
 
 def _obstacle(plan: Plan, *, routes: bool) -> str | None:
     """Return why one graph cannot carry out a plan, or None."""
+    if plan.one_by_one is not None:
+        return f"examples are run one at a time: {plan.why}"
     if routes:
         return "data decide which rows of the batch go where, so ownership is proven at every step"
     if not plan.proven or plan.silent:

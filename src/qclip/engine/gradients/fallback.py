@@ -1,8 +1,11 @@
-"""Fallbacks for functions without a rule: vmap of the site's vjp, then vmap of the whole model's gradient."""
+"""Fallbacks for functions without a rule.
+
+They are, in this order: vmap of the site's vjp, vmap of the whole model's gradient, and one example at a time.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -150,6 +153,55 @@ def whole_model_gradients(
         gradient = torch.func.grad_and_value(loss_of_one)
         grads, losses = torch.vmap(gradient, in_dims=(None, 0), randomness="different")(chosen, rows)
     return losses, grads
+
+
+def one_by_one_gradients(
+    evaluate: Callable[[Any], Tensor],
+    batch: Any,
+    is_counted: Tensor,
+    parameters: Mapping[str, Tensor],
+    draws: Callable[[int], AbstractContextManager[None]],
+    *,
+    in_copies: bool,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute losses and per-example gradients by autograd, one example at a time.
+
+    Guarantees:
+
+    - The gradient of an example depends on no other example, whatever the model does: it never runs together with one.
+
+    Args:
+        evaluate: Runs the model on a batch and returns one loss per example.
+        batch: The batch.
+        is_counted: Which examples are wanted, [B]; others get zeros.
+        parameters: The parameters to differentiate, by name.
+        draws: Returns a context with the random numbers of an example, by its index.
+        in_copies: Whether an example runs in a batch of B copies of itself, so that its row of the batch gets the same
+            random numbers as before; otherwise it runs alone.
+
+    Returns:
+        The losses [B] and the gradients [B, *shape] by name.
+    """
+    batch_size = len(is_counted)
+    chosen = list(parameters.values())
+    losses: list[Tensor] = []
+    grads: list[list[Tensor]] = [[] for _ in chosen]
+    for i, counts in enumerate(is_counted.tolist()):
+        if not counts:
+            losses.append(torch.zeros((), device=is_counted.device))
+            gradients: Sequence[Tensor | None] = [None] * len(chosen)
+        else:
+            index = torch.full((batch_size if in_copies else 1,), i)
+            with draws(i):
+                own = evaluate(batches.select(batch, index, batch_size))
+                if own.shape != index.shape:
+                    raise ValueError(f"its loss has shape {list(own.shape)}, not {list(index.shape)}")
+                loss = own[i if in_copies else 0]
+                gradients = torch.autograd.grad(loss, chosen, allow_unused=True)
+            losses.append(loss.detach())
+        for found, gradient, parameter in zip(grads, gradients, chosen, strict=True):
+            found.append(torch.zeros_like(parameter) if gradient is None else gradient.detach().to_dense())
+    return torch.stack(losses), {name: torch.stack(found) for name, found in zip(parameters, grads, strict=True)}
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from qclip.engine.gradients.layouts import Layout, relative
 from qclip.engine.gradients.rules.registry import Gradient
 from qclip.engine.gradients.sites import Site
 
+_FEW: Final = 3
+"""For how many parameters a message gives the reason."""
+
 
 @dataclass(frozen=True)
 class SitePlan:
@@ -26,6 +29,16 @@ class SitePlan:
     """For the fallback: the number of dimensions of tensors that hold examples; None for any."""
     name: str
     """For messages."""
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """How examples are run one at a time."""
+
+    in_copies: bool
+    """Whether an example runs in a batch of its own copies, for the random numbers of its row; else it runs alone."""
+    own_draws: bool
+    """Whether its random numbers are others than in the batch, where the rows of others decide which ones it draws."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,8 @@ class Plan:
     """Whether buffers and frozen parameters were perturbed in the proof: it then holds while they drift."""
     reads_values: bool = True
     """Whether gradients are computed from values of parameters after the backward pass; known for sharded models."""
+    one_by_one: OneByOne | None = None
+    """Set if the gradients of all parameters come from running one example at a time; the sites are not used."""
 
     @property
     def proven(self) -> bool:
@@ -55,7 +70,11 @@ class Plan:
     @property
     def why(self) -> str:
         """The reasons in one line."""
-        return "; ".join(sorted(f"{name!r}: {reason}" for name, reason in self.reasons.items()))
+        if self.one_by_one is not None:
+            return next(iter(self.reasons.values()))
+        reasons = sorted(f"{name!r}: {reason}" for name, reason in self.reasons.items())
+        more = f"; and {len(reasons) - _FEW} more parameters" if len(reasons) > _FEW else ""
+        return "; ".join(reasons[:_FEW]) + more
 
 
 def gradient_forms(site: Site, plan: SitePlan, grads: Sequence[Tensor], batch_size: int) -> dict[int, Gradient]:
@@ -119,7 +138,7 @@ def plan_site(
         batch_size: B.
     """
     if not layouts:
-        return [], "the rows of its output cannot be attributed to examples"
+        return [], site.note or "the rows of its output cannot be attributed to examples"
     assert site.value is not None
     filled = [
         grad if grad is not None else torch.zeros(output.shape, dtype=output.dtype, device=site.value.device)
@@ -134,12 +153,14 @@ def plan_site(
                     plans.append(plan)
                     break
             except NotImplementedError as error:
+                if not by_rule:
+                    continue
                 if not plans:
                     raise Refusal(f"{site}: {error}") from error
                 break
             except (RuntimeError, ValueError, TypeError, IndexError, AttributeError):
                 continue  # this strategy does not fit the call; the next one may
-    return plans, "it has no rule, and running it again example by example does not reproduce its output"
+    return plans, site.note or "it has no rule, and running it again example by example does not reproduce its output"
 
 
 def _covers(site: Site, plan: SitePlan, grads: Sequence[Tensor], batch_size: int) -> bool:

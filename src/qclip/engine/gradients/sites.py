@@ -102,6 +102,8 @@ class Site:
     """A copy of the first output, kept only for proofs."""
     broadcast_index: int | None
     """Ordinal among the parameter-only calls, of one that gives every example a row; None for ordinary sites."""
+    note: str = ""
+    """Why no rule fits the call, if that is known."""
 
     @property
     def parameters(self) -> list[str]:

@@ -78,6 +78,21 @@ class Subject:
         return Traces.of(self.rerun, batch, batch_size, plans, self.script)
 
 
+class NotTogether(Refusal):
+    """The gradients of a batch cannot be told apart; perhaps examples can be run one at a time.
+
+    Args:
+        problem: What cannot be told apart, without a full stop.
+        remedy: What to change.
+        detail: Other ways that failed, as a sentence with a full stop.
+    """
+
+    def __init__(self, problem: str, remedy: str, detail: str = "") -> None:
+        super().__init__(" ".join(filter(None, (f"{problem}.", detail, remedy))))
+        self.reason = f"{problem}. {remedy}"
+        """Why examples are run one at a time, in few words."""
+
+
 class NotBroadcast(Exception):
     """Some calls that seemed to give rows to examples, and were captured as sites, do not."""
 
@@ -206,10 +221,11 @@ def _first_other(sites: Sequence[Site], others: Sequence[Site], batch_size: int)
     return None if k is None else (sites if k < len(sites) else others)[k]
 
 
-def _routed(site: object) -> Refusal:
-    return Refusal(
+def _routed(site: object) -> NotTogether:
+    return NotTogether(
         f"{site}: data and parameters decide which rows go there, such as tokens to experts. At the perturbed "
-        f"parameters of the proof these are other rows, so their owners cannot be proven. {SAME_WAY}"
+        "parameters of the proof these are other rows, so their owners cannot be proven",
+        SAME_WAY,
     )
 
 

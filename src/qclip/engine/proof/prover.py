@@ -1,7 +1,8 @@
 """The prover: reruns a captured forward pass in all the ways that a proof needs, and returns a plan."""
 
+import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, Protocol
 
@@ -15,15 +16,25 @@ from qclip.engine.capture import checks
 from qclip.engine.capture.capture import Capture
 from qclip.engine.capture.checks import Evaluate
 from qclip.engine.capture.repeat import OtherCalls, Repeat, Script
-from qclip.engine.gradients.parts import Parts
-from qclip.engine.gradients.plan import Plan
+from qclip.engine.gradients.forms import Dense
+from qclip.engine.gradients.parts import Part, Parts
+from qclip.engine.gradients.plan import OneByOne, Plan
 from qclip.engine.proof.perturbation import movable, perturbed
 from qclip.engine.proof.precision import at_least
-from qclip.engine.proof.proof import Subject, prove, require_owners, require_separation_in_float32
-from qclip.engine.proof.separation import Mixing
+from qclip.engine.proof.proof import (
+    ROUGH_TOLERANCE,
+    TOLERANCE,
+    NotTogether,
+    Subject,
+    prove,
+    require_owners,
+    require_separation_in_float32,
+)
+from qclip.engine.proof.separation import Mixing, replacement
 from qclip.engine.proof.totals import is_rough, plain_gradients, require_totals
 from qclip.engine.proof.traces import Repetition, Trial
-from qclip.engine.randomness import RandomState, drawn_call_by_call
+from qclip.engine.randomness import NoDropout, RandomState, drawn_call_by_call
+from qclip.engine.sharding import Sharding
 
 CALLS_FOR_REFUSAL: Final = (
     RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, IndexError, KeyError,
@@ -39,6 +50,7 @@ class Provable(Protocol):
     model: nn.Module
     parameters: dict[str, nn.Parameter]
     data_independent_buffers: tuple[str, ...]
+    sharding: Sharding
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +81,12 @@ class Provable(Protocol):
         """Run the evaluation again, where it makes the same calls as before."""
         ...
 
+    def one_by_one(
+        self, run: Any, evaluate: Evaluate, batch: Any, is_counted: Tensor, how: OneByOne, /
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Compute the losses and gradients of a batch, one example at a time."""
+        ...
+
     def collect(self, run: Any, plan: Plan, is_counted: Tensor, evaluate: Evaluate, batch: Any, /) -> Parts:
         """Return the contributions of the sites to every parameter."""
         ...
@@ -89,6 +107,7 @@ class Prover:
         self.draws = False
         """Whether the evaluation drew random numbers from any generator."""
         self._fingerprints: set[int] = set()
+        self._unseen: list[str] = []
 
     def prove(self) -> Plan:
         """Return a plan for the run.
@@ -96,9 +115,22 @@ class Prover:
         Buffers and frozen parameters are perturbed like the parameters, so that the plan holds for other values of
         them. Where that is impossible, or changes what the model does, the plan holds for their present values.
 
+        Where gradients cannot be told apart, examples are run one at a time. The same is done where random numbers seem
+        to mix examples: which of them an example draws may depend on where the rows of others go.
+
         Raises:
             Refusal: The run cannot be proven.
         """
+        try:
+            return self._together()
+        except NotTogether as refusal:
+            return self._one_by_one(refusal)
+        except Mixing as refusal:
+            if not (self.draws and self._run.capture.routes):
+                raise
+            return self._one_by_one(refusal)
+
+    def _together(self) -> Plan:
         constants = self._run.state.constants
         moving = [x for x in constants.values() if movable(x)]
         try:
@@ -120,17 +152,15 @@ class Prover:
                 return at_rest
         return replace(plan, moved=True)
 
-    def _plan(self, constants: list[Tensor]) -> Plan:
-        run, engine = self._run, self._engine
-        unseen, reached = checks.unseen_parameters(run.losses, run.capture.sites, engine.parameters)
-        self._fingerprints = {run.capture.fingerprint}
+    def _subject(self, constants: list[Tensor]) -> Subject:
+        engine = self._engine
 
         def require_totals(plan: Plan, trial: Trial | None) -> None:
-            self._require_totals(plan, subject, trial, in_float64=not unseen)
+            self._require_totals(plan, subject, trial)
 
         subject = Subject(
             self._batch,
-            run.batch_size,
+            self._run.batch_size,
             engine.device,
             self._rerun,
             perturbed=lambda: perturbed(engine.parameters.values(), constants),
@@ -140,24 +170,103 @@ class Prover:
             first_run=self._first_run,
             require_totals=require_totals,
         )
-        plan = prove(run.capture, unseen, reached, subject)
+        return subject
+
+    def _one_by_one(self, refusal: Refusal) -> Plan:
+        """Return a plan to run examples one at a time, if that gives the losses and the gradients of the batch.
+
+        That no example depends on others needs no proof then, only that the batch's gradients are what users mean.
+        """
+        engine = self._engine
+        if not engine.sharding.runs_alone:
+            raise refusal
+        subject = self._subject([])
+        with subject.perturbed():
+            draws = subject.first_run(subject.batch).random
+        problem = ""
+        ways = [(False, False), (True, False)]  # in copies, with draws of its own
+        ways = [(True, False), (False, True), (True, True)] if draws else ways
+        for how in itertools.starmap(OneByOne, ways):
+            reason = refusal.reason if isinstance(refusal, NotTogether) else str(refusal)
+            names = dict.fromkeys(engine.parameters, reason)
+            try:
+                with NoDropout() if how.own_draws else nullcontext():
+                    shown = self._require_same_alone(how, subject)
+                doubt = "" if shown else "no two examples are finite"
+                return Plan((), frozenset(names), names, doubt, moved=True, one_by_one=how)
+            except (Refusal, *CALLS_FOR_REFUSAL) as error:
+                problem = first_line(error)
+        kind = Mixing if isinstance(refusal, Mixing) else Refusal
+        raise kind(f"{refusal}. Running the model one example at a time failed too: {problem}") from refusal
+
+    def _require_same_alone(self, how: OneByOne, subject: Subject) -> bool:
+        """Refuse to run examples one at a time if their losses, or the sum of their gradients, are not the batch's.
+
+        Returns:
+            Whether the batch could show it: two examples are finite.
+        """
+        try:
+            return self._compare_alone(how, subject)
+        except Refusal:  # perhaps rounding: batches of other sizes run on other kernels
+            with self._in_float64(subject) as precise:
+                return self._compare_alone(how, precise)
+
+    def _compare_alone(self, how: OneByOne, subject: Subject) -> bool:
+        engine, run = self._engine, self._run
+        everyone = torch.ones(run.batch_size, dtype=torch.bool, device=run.losses.device)
+        repeated = replace(how, own_draws=False)
+
+        def evaluate(batch: Any) -> Tensor:
+            with drawn_call_by_call() if how.own_draws else nullcontext():
+                return self._evaluate(batch)
+
+        def alone(batch: Any) -> tuple[Any, Tensor, dict[str, Tensor]]:
+            with run.random_state.replayed():
+                again = engine.record(evaluate, batch, run.batch_size)
+            return again, *engine.one_by_one(again, evaluate, batch, everyone, repeated)
+
+        with subject.perturbed():
+            again, losses, grads = alone(subject.batch)
+            is_finite = losses.isfinite() & again.losses.isfinite()
+            for grad in grads.values():
+                is_finite &= grad.flatten(1).isfinite().all(1)
+            if not bool(is_finite.any()):
+                return False
+            if not bool(is_finite.all()):  # it says nothing of the others
+                again, losses, grads = alone(batches.select(subject.batch, replacement(is_finite), run.batch_size))
+            rough = any(map(is_rough, again.capture.sites)) or losses.dtype == torch.bfloat16
+            apart = (losses - again.losses.detach()).abs()
+            tolerance = ROUGH_TOLERANCE if rough else TOLERANCE
+            if bool((apart > tolerance * (losses.abs() + again.losses.detach().abs()) + 1e-12).any()):
+                raise Mixing("an example by itself has another loss than in the batch")
+            expected = plain_gradients(again.losses, engine.parameters)
+            parts = {name: [Part(Dense(grad))] for name, grad in grads.items()}
+            require_totals(parts, expected, again.capture.sites, engine.parameters, run.batch_size)
+            return run.batch_size == 1 or int(is_finite.sum()) > 1
+
+    def _plan(self, constants: list[Tensor]) -> Plan:
+        run, engine = self._run, self._engine
+        subject = self._subject(constants)
+        self._unseen, reached = checks.unseen_parameters(run.losses, run.capture.sites, engine.parameters)
+        self._fingerprints = {run.capture.fingerprint}
+        plan = prove(run.capture, self._unseen, reached, subject)
         if run.capture.routes or len(self._fingerprints) > 1:
             require_owners(Repetition(run.capture, run.losses, random=False), plan)
         if run.batch_size > 1 and any(map(is_rough, run.capture.sites)):
             self._require_separation_in_float32(plan, subject)
         return plan
 
-    def _require_totals(self, plan: Plan, subject: Subject, trial: Trial | None, *, in_float64: bool) -> None:
+    def _require_totals(self, plan: Plan, subject: Subject, trial: Trial | None) -> None:
         """Refuse a plan by which the gradients of a trial, or of another run, do not add up to autograd's.
 
         Where an example's gradient is a sum that nearly cancels, rounding may exceed the sum. So a difference is
-        computed again ``in_float64``, but not where the loss depends on parameters outside of the captured functions:
+        computed again in float64, but not where the loss depends on parameters outside of the captured functions:
         float64 needs copies of the parameters, which such a loss would not use.
         """
         try:
             self._add_up(plan, subject.batch, trial)
         except Refusal as refusal:
-            if not in_float64:
+            if self._unseen:
                 raise
             try:
                 with self._in_float64(subject) as precise:

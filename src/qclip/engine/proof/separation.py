@@ -46,10 +46,12 @@ def require_separation(
 
 def mixing(where: str) -> Mixing:
     """Return the refusal of a model that mixes examples there."""
+    bags = "An embedding bag with offsets has no row per example: pad the ids to [B, n]. " * ("embedding_bag" in where)
     return Mixing(
-        f"examples mix: replacing some of them changed others, {where}. Per-example clipping needs a model in which "
-        "they do not: replace batch statistics (BatchNorm by GroupNorm, with qclip.fix(model)), attention or contrast "
-        "across the batch; inputs that are not one row per example must not have the batch's length as first dimension"
+        f"examples mix: replacing some of them changed others, {where}. {bags}Per-example clipping needs a model in "
+        "which they do not: replace batch statistics (BatchNorm by GroupNorm, with qclip.fix(model)), attention or "
+        "contrast across the batch; inputs that are not one row per example must not have the batch's length as first "
+        "dimension"
     )
 
 

@@ -1,7 +1,7 @@
 """Decompositions of recurrent layers: a fused LSTM, GRU or RNN becomes linear layers, which have a rule.
 
-They compute the same function as torch's kernels, but slower (one step at a time). Packed sequences are refused: their
-examples have no fixed number of rows.
+They compute the same function as torch's kernels, but slower (one step at a time). Packed sequences are left to the
+fallbacks: their examples have no fixed number of rows.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def _layers(cell: Cell, *args: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run all layers; the arguments come in torch's order, and are named below."""
     if isinstance(args[3], (list, tuple)):  # data, batch_sizes, state, weights, ...
         raise NotImplementedError(
-            "a packed sequence has no fixed number of rows per example; pass padded sequences and mask the loss"
+            "a packed sequence has no fixed number of rows per example (padded ones, with a masked loss, are faster)"
         )
     x, state, weights, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
     x = x.transpose(0, 1) if batch_first else x
