@@ -1,5 +1,6 @@
 """The eager driver: one forward pass, one backward pass to the sites, norms, clip factors, sums."""
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,11 +50,20 @@ Choice = ClipNorm | Callable[[Tensor], ClipNorm]
 """The clip norm of each group, or a function that chooses them given the norms [B, K] of the counted examples."""
 Plans = dict[Any, tuple[Plan, int, Snapshot]]
 """By kind of forward pass: its plan, how often the plan was used, and the constants at its proof."""
+log = logging.getLogger("qclip")
 _OFTEN = 3
 """After how many proofs of the same kind, or caused by the same constant, the user is warned."""
 _WAKES = 3
 """After how many proofs because of a gradient that was zero before the user is warned."""
 _MOST_PLANS = 256
+_SAID = 3
+"""How many new shapes are mentioned; the last time with a hint."""
+_HINT = (
+    ". Each costs about ten steps: pad texts to a few public lengths, as collate_fn=bucketed_lengths([32, 64, 128]) of "
+    "qclip.integrations.transformers does. Further shapes are proven without a word"
+)
+_OF_ALL_EXAMPLES = 2
+"""How many proofs of the same calls are on all examples of a batch; for other lengths of texts, a few will do then."""
 
 
 class Engine:
@@ -109,7 +119,9 @@ class Engine:
         """Whether examples drew other random numbers than in the batch, because they were run one at a time."""
         self._warned = False
         self._wakes = 0
+        self._proofs_of_calls: Counter[int] = Counter()  # by the functions that were called, whatever the sizes
         self._moves: Counter[str] = Counter()
+        self._shapes: set[Any] = set()  # of the examples of batches that were proven
         self._watch: Watch | None = None
         self._is_own_forward = False
 
@@ -462,6 +474,8 @@ class Engine:
         left = [] if snapshot is None else snapshot.left(constants)
         if plan is None or snapshot is None or uses in PROOFS or not plan.proven or left:
             self.note_moves(left)
+            if plan is None:
+                self._say_new_shape(batch, run.batch_size)
             plan = self._proven(run, evaluate, batch)
             snapshot = Snapshot(constants, moved=plan.moved)
             key = any_rows if plan.one_by_one is not None and run.capture.routes else key
@@ -474,6 +488,23 @@ class Engine:
             self._warned = True
             warnings.warn(_slow(run, plan), stacklevel=2)
         return plan
+
+    def _say_new_shape(self, batch: Any, batch_size: int) -> None:
+        """Say that a step takes longer because its examples have another shape than any before."""
+        tensors = [x for x in batches.tensor_leaves(batch) if batches.is_example_wise(x, batch_size)]
+        shapes = tuple(x.shape[1:] for x in tensors)
+        if shapes in self._shapes:
+            return
+        self._shapes.add(shapes)
+        new = len(self._shapes) - 1
+        if new == 0 or not tensors:
+            return
+        largest = max(tensors, key=lambda x: x[0].numel())
+        log.log(
+            logging.WARNING if new <= _SAID else logging.INFO,
+            f"proving a new shape of batches, {tuple(largest.shape)}%s",
+            _HINT * (new == _SAID),
+        )
 
     def _warn_of_one_by_one(self, plan: Plan, batch_size: int) -> None:
         """Warn, once, that the model is run one example at a time."""
@@ -504,9 +535,12 @@ class Engine:
         self.proofs += 1
         prover = Prover(self, run, evaluate, batch)
         buffers = self._declared_buffers()
+        calls = hash(tuple(call.function for call in run.capture.record))
+        on_few = self._proofs_of_calls[calls] >= _OF_ALL_EXAMPLES
         try:
-            plan = deterministically(self.device, prover.prove)
+            plan = deterministically(self.device, lambda: prover.prove(on_few=on_few))
             self.proven = evaluate, batch
+            self._proofs_of_calls[calls] += plan.proven and run.batch_size > 1
             return plan
         finally:
             self.draws |= prover.draws
