@@ -353,7 +353,7 @@ class Engine:
             keep_values=keep_values,
             observe=observe,
         )
-        return Run(capture, state, RandomState.now(self.device), batch_size)
+        return Run(capture, state, RandomState.now(self.device), batch_size, self._declared_buffers())
 
     def _finish(
         self,
@@ -573,7 +573,7 @@ class Engine:
         """Return the contributions to parameters that need gradients of the whole model, example by example."""
         remedy = SAME_WAY if run.capture.routes else _REMEDY
         try:
-            with self.unwatched():
+            with self.unwatched(), self._from_the_start(run):
                 again, grads = fallback.whole_model_gradients(
                     self.model, evaluate, batch, run.batch_size, sorted(plan.whole), run.random_state
                 )
@@ -592,24 +592,30 @@ class Engine:
         self, run: "Run", evaluate: Evaluate, batch: Any, is_counted: Tensor, how: OneByOne
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the losses and gradients of a batch, one example at a time (`fallback.one_by_one_gradients`)."""
-        buffers = self._declared_buffers()
 
         def evaluate_one(one: Any) -> Tensor:
-            _restore(buffers)  # for every example those that the batch left
+            _restore(run.buffers)  # for every example those that the batch found
             return evaluate(one)
 
         def draws(i: int) -> AbstractContextManager[None]:
             return run.random_state.seeded(i) if how.own_draws else run.random_state.replayed()
 
-        try:
-            with self.unwatched(), uncompiled():
-                found = fallback.one_by_one_gradients(
-                    evaluate_one, batch, is_counted, self.parameters, draws, in_copies=how.in_copies
-                )
-        finally:
-            _restore(buffers)
+        with self.unwatched(), uncompiled(), self._from_the_start(run):
+            found = fallback.one_by_one_gradients(
+                evaluate_one, batch, is_counted, self.parameters, draws, in_copies=how.in_copies
+            )
         run.state.require_unmoved(self.model, self.criterion, self.data_independent_buffers)
         return found
+
+    @contextmanager
+    def _from_the_start(self, run: "Run") -> Iterator[None]:
+        """Run the model from the declared buffers that a captured pass found; leave those that are there now."""
+        now = self._declared_buffers()
+        _restore(run.buffers)
+        try:
+            yield
+        finally:
+            _restore(now)
 
     def _declared_buffers(self) -> list[tuple[Tensor, Tensor]]:
         """Return all buffers and their values, if some are declared to move in a forward pass."""
@@ -683,6 +689,8 @@ class Run:
     state: checks.State
     random_state: RandomState
     batch_size: int
+    buffers: Sequence[tuple[Tensor, Tensor]] = ()
+    """All buffers and their values before the pass, if some are declared to move in it."""
     losses: Any = None
 
     def enter(self, stack: ExitStack) -> None:
