@@ -36,6 +36,18 @@ Calls = list[tuple[Callable[..., Any], "bool | Callable[..., Any]"]]
 place and makes the calls that follow."""
 
 
+class RecordedCall(NamedTuple):
+    """The facts of a call that decide, with those of all others, which forward passes are of one kind."""
+
+    function: Callable[..., Any]
+    shapes: tuple[torch.Size, ...]
+    """Of its results."""
+    integers: tuple[int, ...]
+    """Of its arguments."""
+    others: tuple[Any, ...]
+    """Its other arguments that matter."""
+
+
 class _Inputs(NamedTuple):
     """The arguments of a call that reads parameters, classified before it runs."""
 
@@ -88,6 +100,8 @@ class Capture(TorchFunctionMode):
         self.sites: list[Site] = []
         self.calls: Calls = []
         """The calls, as `qclip.engine.capture.repeat` follows them."""
+        self.record: list[RecordedCall] = []
+        """The calls that returned tensors, in order, for comparisons with another batch size."""
         self.fingerprint = 0
         """Hash of every call: its function, shapes and integers; the same for every batch size."""
         self.routed_by = ""
@@ -351,12 +365,15 @@ class Capture(TorchFunctionMode):
         """Add a call to the fingerprint."""
         if not results and not call.in_place:
             return
-        shapes = tuple(relative(x.shape, self._batch_size) for x in results)
-        integers = relative([x for x in call.scalars if isinstance(x, int)], self._batch_size)
+        shapes = tuple(x.shape for x in results)
+        integers = tuple(x for x in call.scalars if isinstance(x, int))
         arrays = tuple(x.tobytes() for x in call.scalars if isinstance(x, np.ndarray) and x.dtype.kind in "iub")
         # Of floats only whether they are zero: a term that is switched on makes another kind of pass.
         others = tuple(bool(x) if isinstance(x, float) else x for x in call.scalars if isinstance(x, (float, str)))
-        self.fingerprint = hash((self.fingerprint, call.function, shapes, integers, arrays, others))
+        self.record.append(RecordedCall(call.function, shapes, integers, (*arrays, *others)))
+        relative_shapes = tuple(relative(shape, self._batch_size) for shape in shapes)
+        relative_integers = relative(integers, self._batch_size)
+        self.fingerprint = hash((self.fingerprint, call.function, relative_shapes, relative_integers, arrays, others))
 
 
 def outputs_of(call: Invocation, results: Sequence[Tensor]) -> tuple[Output, ...]:

@@ -19,11 +19,13 @@ from qclip.engine.capture.repeat import OtherCalls, Repeat, Script
 from qclip.engine.gradients.forms import Dense
 from qclip.engine.gradients.parts import Part, Parts
 from qclip.engine.gradients.plan import OneByOne, Plan
+from qclip.engine.proof.few import NUM_PROVEN, WORTH_IT, norms_by_parameter, require_separate_halves, same_calls
 from qclip.engine.proof.perturbation import movable, perturbed
 from qclip.engine.proof.precision import at_least
 from qclip.engine.proof.proof import (
     ROUGH_TOLERANCE,
     TOLERANCE,
+    NotBroadcast,
     NotTogether,
     Subject,
     prove,
@@ -109,8 +111,11 @@ class Prover:
         self._fingerprints: set[int] = set()
         self._unseen: list[str] = []
 
-    def prove(self) -> Plan:
+    def prove(self, *, on_few: bool = False) -> Plan:
         """Return a plan for the run.
+
+        Args:
+            on_few: Whether a proof on a few examples may do, because these calls were proven before, with other sizes.
 
         Buffers and frozen parameters are perturbed like the parameters, so that the plan holds for other values of
         them. Where that is impossible, or changes what the model does, the plan holds for their present values.
@@ -121,6 +126,9 @@ class Prover:
         Raises:
             Refusal: The run cannot be proven.
         """
+        plan = self._on_few() if on_few else None
+        if plan is not None:
+            return plan
         try:
             return self._together()
         except NotTogether as refusal:
@@ -129,6 +137,51 @@ class Prover:
             if not (self.draws and self._run.capture.routes):
                 raise
             return self._one_by_one(refusal)
+
+    def _on_few(self) -> Plan | None:
+        """Return a plan that is proven on a few examples, if all of them make the same calls and agree with it.
+
+        On all of them the gradients must add up to autograd's, and must not change where others are replaced. Whatever
+        is in doubt is left to a proof on all examples.
+        """
+        engine, run = self._engine, self._run
+        if run.batch_size < WORTH_IT or run.capture.routes or not engine.sharding.runs_alone:
+            return None
+        if engine.data_independent_buffers:
+            return None  # they move in every run
+        few_batch = batches.select(self._batch, slice(NUM_PROVEN), run.batch_size)
+        try:
+            with run.random_state.replayed():
+                few = engine.record(self._evaluate, few_batch, NUM_PROVEN, proving=True)
+            if not same_calls(few.capture, run.capture, NUM_PROVEN, run.batch_size):
+                return None
+            prover = Prover(engine, few, self._evaluate, few_batch)
+            plan = prover._together()
+            self.draws |= prover.draws
+            if not plan.proven or plan.silent or plan.whole:
+                return None
+            with perturbed(engine.parameters.values()):
+                self._require_agreement(plan)
+        except (Refusal, NotBroadcast, *CALLS_FOR_REFUSAL):
+            return None
+        return plan
+
+    def _require_agreement(self, plan: Plan) -> None:
+        """Refuse a plan that was proven on a few examples if the whole batch contradicts it."""
+        engine, run = self._engine, self._run
+        everyone = torch.ones(run.batch_size, dtype=torch.bool, device=run.losses.device)
+
+        def observe(batch: Any) -> tuple[Tensor, Tensor]:
+            with run.random_state.replayed():
+                again = engine.record(self._evaluate, batch, run.batch_size)
+            expected = plain_gradients(again.losses, engine.parameters) if batch is self._batch else None
+            parts = engine.collect(again, plan, everyone, self._evaluate, batch)
+            if expected is not None:
+                require_totals(parts, expected, again.capture.sites, engine.parameters, run.batch_size)
+            return again.losses.detach(), norms_by_parameter(parts)
+
+        rough = any(map(is_rough, run.capture.sites))
+        require_separate_halves(observe, self._batch, run.batch_size, ROUGH_TOLERANCE if rough else TOLERANCE)
 
     def _together(self) -> Plan:
         constants = self._run.state.constants
