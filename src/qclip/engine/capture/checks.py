@@ -244,8 +244,8 @@ def require_inputs(batch: Any) -> None:
     for leaf in pytree.tree_leaves(batch, is_leaf=lambda x: isinstance(x, PackedSequence)):
         if isinstance(leaf, PackedSequence):
             raise Refusal(
-                "the batch holds a PackedSequence, in which no tensor has one row per example; pass the padded rows and "
-                "their lengths, and pack them inside of the model (pack_padded_sequence(x, lengths.cpu(), "
+                "the batch holds a PackedSequence, in which no tensor has one row per example; pass the padded rows "
+                "and their lengths, and pack them inside of the model (pack_padded_sequence(x, lengths.cpu(), "
                 "batch_first=True, enforce_sorted=False)), or leave them padded with a masked loss, which is faster"
             )
         if not isinstance(leaf, (Tensor, int, float, str, bool, type(None), torch.dtype, torch.device)):

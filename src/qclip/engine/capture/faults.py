@@ -7,8 +7,8 @@ that of a batch of one example, or of images with one row of pixels, made of tok
 bias are then wrong by as much as their own norm. ``instance_norm`` uses the same code, with all examples as the
 channels of one.
 
-Memory that is not initialised is no fault, but holds other numbers every time, which a proof would find: a capture fills
-it with zeros.
+Memory that is not initialised is no fault, but holds other numbers every time, which a proof would find: a capture
+fills it with zeros.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -61,10 +61,14 @@ def require_rows_in_bags(sites: Sequence[Site], batch: Any) -> None:
     given = {x.data_ptr() for x in batches.tensor_leaves(batch) if x.dim() == 1}
     for site in sites:
         vectors = [x for x, _ in site.call.versions if x.dim() == 1 and not x.is_floating_point()]
-        if site.call.function is F.embedding_bag and len(vectors) > 1 and given.issuperset(map(Tensor.data_ptr, vectors)):
+        if (
+            site.call.function is F.embedding_bag
+            and len(vectors) > 1
+            and given.issuperset(map(Tensor.data_ptr, vectors))
+        ):
             raise Refusal(
-                f"{site}: its ids have no row per example, but are one list, cut by offsets; pad the ids to [B, n] instead "
-                "(with padding_idx, or with per_sample_weights of 0), and leave the offsets out"
+                f"{site}: its ids have no row per example, but are one list, cut by offsets; pad the ids to [B, n] "
+                "instead (with padding_idx, or with per_sample_weights of 0), and leave the offsets out"
             )
 
 
