@@ -115,9 +115,13 @@ def test_units():
     assert found == pytest.approx(81 * plain, rel=1e-9)
 
 
-def test_a_problem_without_noise_or_gap_is_certified_to_be_solved():
-    a = Assumptions(L=1, sigma=0, q=2, gap=0)
-    assert one_run_certificate(a, 0.1, [1.0], [0.0], batch_size=1, noise_multiplier=0, dim=1).total == 0
+def test_noise_from_a_start_at_the_minimum_is_charged():
+    """No gap and no gradient noise: what is left is the noise of privacy."""
+    a, public = Assumptions(L=1, sigma=0, q=2, gap=0), {"batch_size": 1, "dim": 1}
+    record = 0.01, np.ones(5000), np.zeros(5000)
+    found = one_run_certificate(a, *record, noise_multiplier=1.0, **public)
+    assert found.optimisation == found.bias == 0
+    assert found.variance > 0.01 / 2  # gamma L z^2 tau^2 / 2, the stationary mean
 
 
 @pytest.mark.parametrize(
