@@ -680,7 +680,7 @@ def test_other_rows_at_the_parameters_of_the_proof():
     x, planes = inputs(), torch.stack([model.plane.detach(), moved])
     sides = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0], [1.0, 1.0]])  # now, and in the proof
     x = x + (sides - x @ planes.T) @ torch.linalg.pinv(planes).T
-    one_at_a_time(model, "expert.weight", "data and parameters decide which rows", "batched_mm", x=x)
+    one_at_a_time(model, "expert.weight", "data and parameters decide which rows", "grouped_mm", x=x)
 
 
 def mixtral(implementation):
@@ -698,22 +698,20 @@ def logits_loss(outputs, targets):
     return squared(outputs.logits, targets)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-def test_experts_of_transformers(implementation):
-    """In a loop, or sorted."""
+def test_experts_of_transformers_in_a_loop():
     words = {"input_ids": ids(B, 3), "attention_mask": (torch.arange(3) < torch.tensor([[3], [2], [3], [1]])).long()}
-    problem = (mixtral(implementation), logits_loss, words, torch.randn(B), 0.1)
-    remedy = r'one at a time.*experts.*rows.*model\.set_experts_implementation\("batched_mm"\)'
+    problem = (mixtral("eager"), logits_loss, words, torch.randn(B), 0.1)
+    remedy = r'one at a time.*experts.*rows.*set_experts_implementation\("grouped_mm"\)'
     with pytest.warns(UserWarning, match=remedy):
         found = clipped_gradients(*problem)
     assert_same(found, oracle.clipped_gradients(*problem), rtol=2e-5)
 
 
-@pytest.mark.filterwarnings("ignore:data decide which rows of the batch go where:UserWarning")
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("training", [True, False])
-def test_the_way_out_for_experts_of_transformers(training):
+def test_the_way_out_for_experts_of_transformers(training, implementation):
     words = {"input_ids": ids(B, 3), "attention_mask": (torch.arange(3) < torch.tensor([[3], [2], [3], [1]])).long()}
-    problem = (mixtral("batched_mm").train(training), logits_loss, words, torch.randn(B), 0.1)
+    problem = (mixtral(implementation).train(training), logits_loss, words, torch.randn(B), 0.1)
     assert_same(clipped_gradients(*problem), oracle.clipped_gradients(*problem), rtol=2e-5)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from qclip._validate import Refusal
 from qclip.engine import batch as batches
 from qclip.engine.capture import checks, faults
-from qclip.engine.capture.capture import Capture
+from qclip.engine.capture.capture import Capture, Observe
 from qclip.engine.capture.checks import Evaluate
 from qclip.engine.capture.constants import Snapshot
 from qclip.engine.capture.forward_hooks import Watch, Watched
@@ -246,7 +246,7 @@ class Engine:
         batch_size: int,
         *,
         keep_values: bool = False,
-        observe: Callable[[int, Tensor], None] | None = None,
+        observe: Observe | None = None,
         proving: bool = False,
     ) -> "Run":
         """Run the evaluation and capture every use of a parameter.
@@ -256,7 +256,7 @@ class Engine:
             batch: The batch.
             batch_size: The number of examples.
             keep_values: Whether sites keep a copy of their first output.
-            observe: Called with the index and the first output of every site.
+            observe: Called for every site.
             proving: Whether to compare the values of buffers, too: some writes do not raise the version of a tensor.
 
         Returns:
@@ -279,7 +279,7 @@ class Engine:
         return run
 
     def repeat(
-        self, evaluate: Evaluate, batch: Any, script: Script, observe: Callable[[int, Tensor], None] | None = None
+        self, evaluate: Evaluate, batch: Any, script: Script, observe: Observe | None = None
     ) -> tuple[Repeat, Tensor]:
         """Run the evaluation again, on a batch on which it makes the same calls as before.
 
@@ -287,7 +287,7 @@ class Engine:
             evaluate: Runs the model on a batch and returns one loss per example.
             batch: The batch.
             script: The earlier forward pass.
-            observe: Called with the index and the first output of every site.
+            observe: Called for every site.
 
         Returns:
             The sites, and the losses.
@@ -336,7 +336,7 @@ class Engine:
         batch_size: int,
         *,
         keep_values: bool = False,
-        observe: Callable[[int, Tensor], None] | None = None,
+        observe: Observe | None = None,
         proving: bool = False,
     ) -> "Run":
         """Return a capture that is ready to be entered."""
@@ -468,9 +468,9 @@ class Engine:
         """Return the plan of forward passes of this kind; proven again at the 1st, 2nd, 16th, 256th... of them."""
         key, constants = self._kind(run, kind), run.state.readable_constants
         any_rows = kind, tuple(module.training for module in self.model.modules())
-        if run.capture.routes and any_rows in self._plans:
-            key = any_rows  # a plan for one example at a time holds wherever the rows go
-        plan, uses, snapshot = self._plans.pop(key, (None, 0, None))
+        wherever = run.capture.routes and key not in self._plans and any_rows in self._plans
+        before = any_rows if wherever else key  # a plan for one example at a time holds wherever the rows go
+        plan, uses, snapshot = known = self._plans.pop(before, (None, 0, None))
         left = [] if snapshot is None else snapshot.left(constants)
         if plan is None or snapshot is None or uses in PROOFS or not plan.proven or left:
             self.note_moves(left)
@@ -478,8 +478,12 @@ class Engine:
                 self._say_new_shape(batch, run.batch_size)
             plan = self._proven(run, evaluate, batch)
             snapshot = Snapshot(constants, moved=plan.moved)
-            key = any_rows if plan.one_by_one is not None and run.capture.routes else key
-        self._plans[key] = plan, uses + 1, snapshot  # the latest last
+            if plan.one_by_one is not None and run.capture.routes:
+                before = any_rows
+            elif wherever and known[0] is not None and known[2] is not None:  # these rows can be told apart
+                self._plans[any_rows] = known[0], uses + 1, known[2]
+                before, uses = key, 0
+        self._plans[before] = plan, uses + 1, snapshot  # the latest last
         if len(self._plans) > _MOST_PLANS:
             del self._plans[next(iter(self._plans))]
         if plan.one_by_one is not None:

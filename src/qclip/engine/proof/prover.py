@@ -1,7 +1,7 @@
 """The prover: reruns a captured forward pass in all the ways that a proof needs, and returns a plan."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from qclip._validate import Refusal
 from qclip.engine import batch as batches
 from qclip.engine.capture import checks
-from qclip.engine.capture.capture import Capture
+from qclip.engine.capture.capture import Capture, Observe
 from qclip.engine.capture.checks import Evaluate
 from qclip.engine.capture.repeat import OtherCalls, Repeat, Script
 from qclip.engine.gradients.forms import Dense
@@ -71,14 +71,14 @@ class Provable(Protocol):
         /,
         *,
         keep_values: bool = ...,
-        observe: Callable[[int, Tensor], None] | None = ...,
+        observe: Observe | None = ...,
         proving: bool = ...,
     ) -> Any:
         """Run the evaluation and capture every use of a parameter."""
         ...
 
     def repeat(
-        self, evaluate: Evaluate, batch: Any, script: Script, observe: Callable[[int, Tensor], None] | None, /
+        self, evaluate: Evaluate, batch: Any, script: Script, observe: Observe | None, /
     ) -> tuple[Repeat, Tensor]:
         """Run the evaluation again, where it makes the same calls as before."""
         ...
@@ -364,7 +364,7 @@ class Prover:
         batch_size: int,
         *,
         script: Script | None = None,
-        observe: Callable[[int, Tensor], None] | None = None,
+        observe: Observe | None = None,
     ) -> Repetition:
         if script is not None:
             try:
@@ -383,7 +383,7 @@ class Prover:
             again = self._engine.record(self._evaluate, batch, batch_size, keep_values=True, proving=True)
         self._fingerprints.add(again.capture.fingerprint)
         repetition = self._repetition(again.capture, again.losses, batch_size, draws)
-        script = Script.of(again.capture, again.state)
+        script = None if again.capture.routes else Script.of(again.capture, again.state)
         return Trial(again.capture, again.losses, repetition.random, script, can_grow=bool(growing))
 
     @contextmanager
