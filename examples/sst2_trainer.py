@@ -3,8 +3,8 @@
     pip install 'qclip[text]'
     python examples/sst2_trainer.py --data-dir data --epsilon 3
 
-A script for `transformers.Trainer` becomes private by three lines: the import, the class, and the budget. The encoder is
-all-MiniLM-L6-v2, from a package of its weights; nothing is downloaded. The data are SST-2 of the GLUE benchmark:
+A script for `transformers.Trainer` becomes private by three lines: the import, the class, and the budget. The encoder
+is all-MiniLM-L6-v2, from a package of its weights; nothing is downloaded. The data are SST-2 of the GLUE benchmark:
 train.tsv.gz and dev.tsv.gz in the folder sst2, a sentence, a tab and its label in each line.
 """
 
