@@ -72,6 +72,7 @@ class Table:
         """
         lines: list[int] = []
         rows: list[Sequence[str]] = []
+        ragged: list[tuple[int, int]] = []
         chunks: list[list[NDArray[Any]]] = [[] for _ in names]
 
         def put_away() -> None:
@@ -81,15 +82,15 @@ class Table:
 
         for line, fields in records:
             if len(fields) != len(names):
-                raise check.Refusal(
-                    f"line {line} of {source} has {len(fields)} values for {len(names)} columns; complete the row, or "
-                    "quote values that hold the separator"
-                )
+                ragged.append((line, len(fields)))
+                continue
             lines.append(line)
             rows.append(fields)
             if len(rows) == _CHUNK:
                 put_away()
         put_away()
+        if ragged:
+            raise _ragged(ragged, len(names), source)
         if not lines:
             raise check.Refusal(f"{source} has no rows of values; check that it is the right file")
         places = np.array(lines, dtype=np.intp)
@@ -129,6 +130,17 @@ class Table:
         if not sizes or not next(iter(sizes.values())):
             raise check.Refusal(f"{source} has no rows of values; check that it is the right one")
         return Table(columns, source)
+
+
+def _ragged(rows: Sequence[tuple[int, int]], columns: int, source: str) -> check.Refusal:
+    """Return the refusal of rows of another length than the header, each given by its line and its length."""
+    remedy = "complete the row, or quote values that hold the separator"
+    if len(rows) == 1:
+        return check.Refusal(f"line {rows[0][0]} of {source} has {rows[0][1]} values for {columns} columns; {remedy}")
+    listed = ", ".join(f"line {line} has {count}" for line, count in rows[:3]) + (", ..." if len(rows) > 3 else "")
+    return check.Refusal(
+        f"{len(rows)} lines of {source} have more or fewer values than its {columns} columns: {listed}; {remedy}"
+    )
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
