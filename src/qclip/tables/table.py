@@ -174,18 +174,19 @@ def _column(name: str, values: Any) -> Column:
 
 def _of_objects(values: list[Any]) -> tuple[NDArray[Any], bool]:
     """Return the values of a column of objects as one array, and whether they are whole numbers."""
-    known = [value for value in values if not _is_missing(value)]
+    known = [value for value in values if not is_missing(value)]
     if known and all(isinstance(value, int | float | np.number) and not isinstance(value, bool) for value in known):
         whole = all(isinstance(value, int | np.integer) for value in known)
         if not whole or max(abs(int(value)) for value in known) <= _EXACT:
-            return np.array([np.nan if _is_missing(value) else value for value in values], dtype=np.float64), whole
+            return np.array([np.nan if is_missing(value) else value for value in values], dtype=np.float64), whole
     if known and all(isinstance(value, datetime.date) for value in known):
-        plain = [None if _is_missing(value) else _without_zone(value) for value in values]
+        plain = [None if is_missing(value) else _without_zone(value) for value in values]
         return np.array(plain, dtype="datetime64[s]"), False
     return _texts(values), False
 
 
-def _is_missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
+    """Return whether a Python value is None, NaN, NaT or pandas.NA."""
     nan = isinstance(value, float | np.floating) and np.isnan(value)
     return value is None or nan or type(value).__name__ in ("NAType", "NaTType")
 
@@ -195,4 +196,4 @@ def _without_zone(value: datetime.date) -> datetime.date:
 
 
 def _texts(values: Iterable[Any]) -> NDArray[Any]:
-    return np.array(["" if _is_missing(value) else str(value).strip() for value in values], dtype=TEXT)
+    return np.array(["" if is_missing(value) else str(value).strip() for value in values], dtype=TEXT)
