@@ -32,7 +32,7 @@ from qclip.engine.proof.proof import (
     require_owners,
     require_separation_in_float32,
 )
-from qclip.engine.proof.separation import Mixing, replacement
+from qclip.engine.proof.separation import Mixing, replacement, require_rows_in_bags
 from qclip.engine.proof.totals import is_rough, plain_gradients, require_totals
 from qclip.engine.proof.traces import Repetition, Trial
 from qclip.engine.randomness import NoDropout, RandomState, drawn_call_by_call
@@ -134,6 +134,7 @@ class Prover:
         except NotTogether as refusal:
             return self._one_by_one(refusal)
         except Mixing as refusal:
+            require_rows_in_bags(self._run.capture.sites, self._batch)
             if not (self.draws and self._run.capture.routes):
                 raise
             return self._one_by_one(refusal)
