@@ -63,6 +63,7 @@ class PredictCommand:
             sys.stdout.write(text.getvalue())
         else:
             replace_text(self.out, text.getvalue())
+        text.close()  # a file of a million rows is large
         said = Console(stderr=True) if self.out is None else console  # beside the predictions, not among them
         for line in _scores(predictor, table):
             said.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -78,7 +79,7 @@ def _predictions(predictor: "Predictor", table: "Table") -> tuple[list[str], Ite
     probabilities = predictor.predict_proba(table)
     header = [f"predicted {predictor.schema.target}", *(f"probability of {name}" for name in predictor.classes)]
     names = (predictor.classes[k] for k in probabilities.argmax(1))
-    rows = zip(names, probabilities.tolist(), strict=True)
+    rows = zip(names, probabilities, strict=True)
     return header, ([name, *(f"{p:.6g}" for p in row)] for name, row in rows)
 
 
@@ -89,7 +90,8 @@ def _scores(predictor: "Predictor", table: "Table") -> Iterator[str]:
         return
     from qclip.apps.data.csv_file import scores
 
-    for name, value in scores(predictor.model, predictor.schema, table.take(known)).items():
+    with_target = table if known.all() else table.take(known)
+    for name, value in scores(predictor.model, predictor.schema, with_target).items():
         yield f"{name.replace('_', ' ')}: {value:.4f}"
     if not known.all():
         yield f"the scores leave out {(~known).sum()} rows whose {predictor.schema.target} is not known"
