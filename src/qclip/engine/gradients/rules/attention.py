@@ -1,4 +1,4 @@
-"""Attention whose scores have a trained bias, such as one of relative positions: products, an addition and a softmax."""
+"""Attention whose scores have a trained bias, such as of relative positions: products, an addition and a softmax."""
 
 import torch.nn.functional as F
 from torch import Tensor
