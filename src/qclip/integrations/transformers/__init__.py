@@ -247,8 +247,8 @@ def _without_labels(batch: Batch) -> dict[str, Any]:
 
 
 def _behind_prompt(labels: Tensor, logits: Tensor) -> Tensor:
-    """Return labels [B, T] for all positions: those of a prompt that an adapter of `peft` puts in front do not count."""
-    return F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED)
+    """Return labels for all positions, [B, T]; those of a prompt that `peft` puts in front do not count."""
+    return F.pad(labels, (max(logits.shape[1] - labels.shape[1], 0), 0), value=IGNORED)
 
 
 def _mean_over_labels(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
