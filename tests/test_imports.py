@@ -103,6 +103,14 @@ def test_without_flower_the_error_says_what_to_install(monkeypatch):
         importlib.import_module("qclip.integrations.flower")
 
 
+def test_without_trl_the_error_says_what_to_install(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.delitem(sys.modules, "qclip.integrations.trl", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'qclip\[trl\]'"):
+        importlib.import_module("qclip.integrations.trl")
+
+
 def test_the_command_says_in_one_sentence_what_to_install():
     done = run_without_command_line("from qclip.apps.cli import main; sys.exit(main(['train']))")
     assert done.returncode == 2

@@ -133,10 +133,12 @@ def test_the_certificate_is_shown_or_why_there_is_none(capsys, table, tmp_path, 
     monkeypatch.setitem(QUANTILES, "geometric", partial(GeometricQuantile, initial=3.0))  # near the quantile
     asked = ["--data", table, "--target", "kind", "--epochs", "1", "--batch-size", "100", "--noise-multiplier", "0"]
     asked += ["--threshold", "geometric", "--lr", "0.05", "--L", "1", "--sigma", "1", "--gap", "1", "--out", tmp_path]
-    assert "mean of E||grad f||^2 <=" in run(capsys, *asked, "--plain-steps")[1]
+    assert "mean of ||grad f||^2 <=" in run(capsys, *asked, "--plain-steps")[1]
+    assert "normalized steps, section 18" in run(capsys, *asked, "--overwrite")[1]
+    del asked[asked.index("--lr") : asked.index("--lr") + 2]
     assert "no certificate" in run(capsys, *asked, "--overwrite")[1]
     report = RunFolder(tmp_path).report_file.read_text(encoding="utf-8")
-    assert "There is no certificate: rescale_to_unit_norm = True must be False" in report
+    assert "There is no certificate: the learning rate of each step was found from the gradient of that step" in report
 
 
 def test_an_extra_that_is_missing_is_named(capsys, small, tmp_path, monkeypatch):

@@ -7,7 +7,9 @@ import pytest
 from made_runs import made_summary
 from qclip.apps.run_summary import Certificate, Summary
 
-TERMS = Certificate(total=0.6, optimisation=0.3, variance=0.2, bias=0.1, confidence=0.95)
+TERMS = Certificate(
+    total=0.6, optimisation=0.3, variance=0.2, bias=0.1, this_run=0.7, confidence=0.95, theorem="that", mean="a mean"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from qclip.engine import Dense, Engine, Outer, Rows, clipped_gradients, explain,
 from qclip.engine import batch as batches
 from qclip.engine.driver import call
 from qclip.engine.gradients.plan import gradient_forms
-from qclip.engine.gradients.rules import DECOMPOSITIONS, find, unregister_rule
+from qclip.engine.gradients.rules import find, unregister_rule
+from qclip.engine.gradients.rules.recurrent import RECURRENT
 from qclip.engine.gradients.sites import output_gradients
 from shards import every
 
@@ -291,7 +292,7 @@ def test_repeating(function):
     torch.testing.assert_close(form.dense(), expected)
 
 
-@pytest.mark.parametrize("step", DECOMPOSITIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("step", RECURRENT, ids=lambda function: function.__name__)
 def test_recurrent_layers_taken_apart_give_the_same(step):
     """The slow twin of torch's fused kernels: outputs and states."""
     name = step.__name__
@@ -301,13 +302,13 @@ def test_recurrent_layers_taken_apart_give_the_same(step):
     if name.endswith("cell"):
         state = torch.randn(B, P)
         state = (state, torch.randn(B, P)) if name.startswith("lstm") else state
-        found, expected = DECOMPOSITIONS[step](data[0], state, *weights), step(data[0], state, *weights)
+        found, expected = RECURRENT[step](data[0], state, *weights), step(data[0], state, *weights)
     else:
         state = torch.randn(2, B, P)
         state = (state, torch.randn(2, B, P)) if name.startswith("lstm") else state
         twice = [*weights, param(gates * P, D), *weights[1:]]
         arguments = (data, state, twice, True, 1, 0.0, False, True, False)
-        found, expected = DECOMPOSITIONS[step](*arguments), step(*arguments)
+        found, expected = RECURRENT[step](*arguments), step(*arguments)
     flat = lambda result: [result] if isinstance(result, Tensor) else list(result)  # noqa: E731
     for mine, theirs in zip(flat(found), flat(expected), strict=True):
         torch.testing.assert_close(mine, theirs)

@@ -283,12 +283,22 @@ def test_an_empty_text_is_all_padding():
     assert batch["input_ids"].dtype == torch.long
 
 
-def test_a_public_list_of_lengths():
-    collate = integration.fixed_length(0, [6, 2, 4])
+def test_public_buckets():
+    collate = integration.bucketed_lengths([6, 2, 4])
     for longest, length in ((1, 2), (2, 2), (3, 4), (6, 6), (9, 6)):
         batch = collate([[3], [4] * longest])
         assert {tensor.shape for tensor in batch.values()} == {(2, length)}
         assert batch["attention_mask"].sum(1).tolist() == [1, min(longest, length)]
+
+
+def test_labels_as_data_sets_name_them():
+    assert integration.fixed_length(0, 2)([{"input_ids": [3], "label": 2}])["labels"].tolist() == [2]
+
+
+def test_a_run_on_public_buckets(caplog):
+    row = replace(COLLATORS["padding"], collator=lambda _: integration.bucketed_lengths([7, 8, 9]))
+    assert train(row, steps=8) == 8
+    assert 1 <= caplog.text.count("proving a new shape of batches") <= 2
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -360,8 +370,8 @@ COLLATORS = {
 }
 
 
-def train(row, names=("input_ids", "attention_mask"), wrap=lambda collate: collate):
-    """Two steps; the tokenizer pads what has these names."""
+def train(row, names=("input_ids", "attention_mask"), wrap=lambda collate: collate, steps=2):
+    """A few steps; the tokenizer pads what has these names."""
     tokenizer = word_tokenizer(pad_token="[pad]", mask_token="[unknown]")
     tokenizer.model_input_names = list(names)
     model = row.model().train()
@@ -371,7 +381,7 @@ def train(row, names=("input_ids", "attention_mask"), wrap=lambda collate: colla
         DataLoader(Tokens(row.items), collate_fn=wrap(row.collator(tokenizer))),
         per_example_loss=row.loss,
         batch_size=6,
-        steps=2,
+        steps=steps,
         noise_multiplier=1.0,
         threshold=Constant(1.0),
         seed=0,
@@ -395,7 +405,7 @@ def test_collators_that_pad_to_the_longest_what_the_model_masks(row):
 
 def test_a_collator_whose_padding_the_model_sees():
     """Without a mask in the batch, the model attends to the padding."""
-    message = r"DataCollatorWithPadding mixes examples.*fixed_length.*public list of lengths"
+    message = r"DataCollatorWithPadding mixes examples.*fixed_length.*bucketed_lengths"
     with pytest.raises(ValueError, match=message):
         train(replace(COLLATORS["padding"], items=bare), names=["input_ids"])
 
@@ -422,12 +432,23 @@ def test_fixed_length_goes_to_worker_processes():
     [
         (lambda: integration.fixed_length(word_tokenizer(), 4), "tokenizer.pad_token_id"),
         (lambda: integration.fixed_length(0, 0), "length"),
+        (lambda: integration.fixed_length(0, [2, 4]), r"bucketed_lengths\(\[2, 4\]\)"),
+        (lambda: integration.bucketed_lengths([]), r"lengths = \[\] is empty"),
         (lambda: integration.fixed_length(-1, 3), "pad_id"),
         (lambda: integration.fixed_length(0, 3, label_length=0), "label_length"),
         (lambda: integration.fixed_length(0, 3)([{"input_ids": [[1, 2]]}]), "input_ids"),
         (lambda: integration.fixed_length(0, 3)([{"input_ids": [1, 2], "text": "a fox"}]), "text = 'a fox'"),
     ],
-    ids=["no-padding-token", "no-length", "negative-id", "no-label-length", "a-batch", "a-string"],
+    ids=[
+        "no-padding-token",
+        "no-length",
+        "several",
+        "no-lengths",
+        "negative-id",
+        "no-label-length",
+        "a-batch",
+        "a-string",
+    ],
 )
 def test_refusals_name_what_is_wrong(make, named):
     with pytest.raises(ValueError, match=named):

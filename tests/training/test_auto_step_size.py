@@ -335,5 +335,5 @@ def test_other_words_are_refused(name, remedy):
 
 def test_there_is_no_certificate_for_it():
     training = trained(made(threshold=PrivateQuantile(0.9))[1])
-    with pytest.raises(ValueError, match="fixed before the run"):
+    with pytest.raises(ValueError, match="found from the gradient of that step itself"):
         training.certificate(theory.Assumptions(L=1.0, sigma=1.0, q=2.0, gap=1.0))

@@ -117,7 +117,7 @@ LOOPS = pytest.mark.parametrize("loop", ["step", "loss"])
 @pytest.mark.parametrize("model", [lambda: Average(masked=False), LastState], ids=["average", "last state"])
 def test_padding_that_the_model_sees(model, collate, loop):
     training = training_of(model(), DataLoader(Texts(), collate_fn=collate))
-    with pytest.raises(Refusal, match=rf"{collate.__name__} mixes examples.*fixed_length.*public list of lengths"):
+    with pytest.raises(Refusal, match=rf"{collate.__name__} mixes examples.*fixed_length.*bucketed_lengths"):
         run(training, loop)
     assert training.epsilon() == 0
 

@@ -249,6 +249,7 @@ def test_a_model_without_finite_gradients_is_refused(traced):
     training, *rest = make(model=model, compile=True)
     with (
         pytest.warns(UserWarning, match="could not attribute rows to examples"),
+        pytest.warns(UserWarning, match="proven at every step.* no example has a finite gradient"),
         pytest.raises(ValueError, match="not finite for any example"),
     ):
         fused(training, *rest)

@@ -255,7 +255,8 @@ def test_raw_sums_are_not_in_the_state():
     assert state["history"] == []
     assert set(state) == {
         "plan", "threshold", "groups", "rows_per_example", "rescale_to_unit_norm", "schedules",
-        "execution", "seeded", "threshold_state", "history", "departure", "auto_step_size", "secrets",
+        "execution", "seeded", "threshold_state", "history", "departure", "momentum", "auto_step_size",
+        "secrets",
     }  # fmt: skip
 
 

@@ -10,14 +10,20 @@ from qclip import _validate as check
 
 @dataclass(frozen=True)
 class Certificate:
-    """The certificate of a finished run: a bound and its terms."""
+    """The certificate of a finished run: a bound over runs with its terms, and the bound on this run."""
 
     total: float
     optimisation: float
     variance: float
     bias: float
+    this_run: float | None
+    """The bound on this run alone; None where no theorem has one."""
     confidence: float
-    """Confidence in the margins of the noisy fractions."""
+    """The probability with which ``this_run``, and margins on noisy fractions, hold."""
+    theorem: str
+    """The theorem, by the section of docs/theory.md."""
+    mean: str
+    """What is bounded, in words."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class Summary:
     """When the summary was written, UTC."""
     certificate: Certificate | None
     certificate_refused: str | None
-    """Why a requested certificate was refused."""
+    """Why there is no certificate, by what the run lacks; None where nobody asks, as in a run that goes on."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary as JSON values."""

@@ -1,5 +1,6 @@
 """The eager driver: one forward pass, one backward pass to the sites, norms, clip factors, sums."""
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from qclip._validate import Refusal
 from qclip.engine import batch as batches
 from qclip.engine.capture import checks, faults
-from qclip.engine.capture.capture import Capture
+from qclip.engine.capture.capture import Capture, Observe
 from qclip.engine.capture.checks import Evaluate
 from qclip.engine.capture.constants import Snapshot
 from qclip.engine.capture.forward_hooks import Watch, Watched
@@ -49,11 +50,20 @@ Choice = ClipNorm | Callable[[Tensor], ClipNorm]
 """The clip norm of each group, or a function that chooses them given the norms [B, K] of the counted examples."""
 Plans = dict[Any, tuple[Plan, int, Snapshot]]
 """By kind of forward pass: its plan, how often the plan was used, and the constants at its proof."""
+log = logging.getLogger("qclip")
 _OFTEN = 3
 """After how many proofs of the same kind, or caused by the same constant, the user is warned."""
 _WAKES = 3
 """After how many proofs because of a gradient that was zero before the user is warned."""
 _MOST_PLANS = 256
+_SAID = 3
+"""How many new shapes are mentioned; the last time with a hint."""
+_HINT = (
+    ". Each costs about ten steps: pad texts to a few public lengths, as collate_fn=bucketed_lengths([32, 64, 128]) of "
+    "qclip.integrations.transformers does. Further shapes are proven without a word"
+)
+_OF_ALL_EXAMPLES = 2
+"""How many proofs of the same calls are on all examples of a batch; for other lengths of texts, a few will do then."""
 
 
 class Engine:
@@ -109,7 +119,9 @@ class Engine:
         """Whether examples drew other random numbers than in the batch, because they were run one at a time."""
         self._warned = False
         self._wakes = 0
+        self._proofs_of_calls: Counter[int] = Counter()  # by the functions that were called, whatever the sizes
         self._moves: Counter[str] = Counter()
+        self._shapes: set[Any] = set()  # of the examples of batches that were proven
         self._watch: Watch | None = None
         self._is_own_forward = False
 
@@ -234,7 +246,7 @@ class Engine:
         batch_size: int,
         *,
         keep_values: bool = False,
-        observe: Callable[[int, Tensor], None] | None = None,
+        observe: Observe | None = None,
         proving: bool = False,
     ) -> "Run":
         """Run the evaluation and capture every use of a parameter.
@@ -244,7 +256,7 @@ class Engine:
             batch: The batch.
             batch_size: The number of examples.
             keep_values: Whether sites keep a copy of their first output.
-            observe: Called with the index and the first output of every site.
+            observe: Called for every site.
             proving: Whether to compare the values of buffers, too: some writes do not raise the version of a tensor.
 
         Returns:
@@ -267,7 +279,7 @@ class Engine:
         return run
 
     def repeat(
-        self, evaluate: Evaluate, batch: Any, script: Script, observe: Callable[[int, Tensor], None] | None = None
+        self, evaluate: Evaluate, batch: Any, script: Script, observe: Observe | None = None
     ) -> tuple[Repeat, Tensor]:
         """Run the evaluation again, on a batch on which it makes the same calls as before.
 
@@ -275,7 +287,7 @@ class Engine:
             evaluate: Runs the model on a batch and returns one loss per example.
             batch: The batch.
             script: The earlier forward pass.
-            observe: Called with the index and the first output of every site.
+            observe: Called for every site.
 
         Returns:
             The sites, and the losses.
@@ -324,7 +336,7 @@ class Engine:
         batch_size: int,
         *,
         keep_values: bool = False,
-        observe: Callable[[int, Tensor], None] | None = None,
+        observe: Observe | None = None,
         proving: bool = False,
     ) -> "Run":
         """Return a capture that is ready to be entered."""
@@ -341,7 +353,7 @@ class Engine:
             keep_values=keep_values,
             observe=observe,
         )
-        return Run(capture, state, RandomState.now(self.device), batch_size)
+        return Run(capture, state, RandomState.now(self.device), batch_size, self._declared_buffers())
 
     def _finish(
         self,
@@ -456,16 +468,22 @@ class Engine:
         """Return the plan of forward passes of this kind; proven again at the 1st, 2nd, 16th, 256th... of them."""
         key, constants = self._kind(run, kind), run.state.readable_constants
         any_rows = kind, tuple(module.training for module in self.model.modules())
-        if run.capture.routes and any_rows in self._plans:
-            key = any_rows  # a plan for one example at a time holds wherever the rows go
-        plan, uses, snapshot = self._plans.pop(key, (None, 0, None))
+        wherever = run.capture.routes and key not in self._plans and any_rows in self._plans
+        before = any_rows if wherever else key  # a plan for one example at a time holds wherever the rows go
+        plan, uses, snapshot = known = self._plans.pop(before, (None, 0, None))
         left = [] if snapshot is None else snapshot.left(constants)
         if plan is None or snapshot is None or uses in PROOFS or not plan.proven or left:
             self.note_moves(left)
+            if plan is None:
+                self._say_new_shape(batch, run.batch_size)
             plan = self._proven(run, evaluate, batch)
             snapshot = Snapshot(constants, moved=plan.moved)
-            key = any_rows if plan.one_by_one is not None and run.capture.routes else key
-        self._plans[key] = plan, uses + 1, snapshot  # the latest last
+            if plan.one_by_one is not None and run.capture.routes:
+                before = any_rows
+            elif wherever and known[0] is not None and known[2] is not None:  # these rows can be told apart
+                self._plans[any_rows] = known[0], uses + 1, known[2]
+                before, uses = key, 0
+        self._plans[before] = plan, uses + 1, snapshot  # the latest last
         if len(self._plans) > _MOST_PLANS:
             del self._plans[next(iter(self._plans))]
         if plan.one_by_one is not None:
@@ -474,6 +492,23 @@ class Engine:
             self._warned = True
             warnings.warn(_slow(run, plan), stacklevel=2)
         return plan
+
+    def _say_new_shape(self, batch: Any, batch_size: int) -> None:
+        """Say that a step takes longer because its examples have another shape than any before."""
+        tensors = [x for x in batches.tensor_leaves(batch) if batches.is_example_wise(x, batch_size)]
+        shapes = tuple(x.shape[1:] for x in tensors)
+        if shapes in self._shapes:
+            return
+        self._shapes.add(shapes)
+        new = len(self._shapes) - 1
+        if new == 0 or not tensors:
+            return
+        largest = max(tensors, key=lambda x: x[0].numel())
+        log.log(
+            logging.WARNING if new <= _SAID else logging.INFO,
+            f"proving a new shape of batches, {tuple(largest.shape)}%s",
+            _HINT * (new == _SAID),
+        )
 
     def _warn_of_one_by_one(self, plan: Plan, batch_size: int) -> None:
         """Warn, once, that the model is run one example at a time."""
@@ -504,9 +539,12 @@ class Engine:
         self.proofs += 1
         prover = Prover(self, run, evaluate, batch)
         buffers = self._declared_buffers()
+        calls = hash(tuple(call.function for call in run.capture.record))
+        on_few = self._proofs_of_calls[calls] >= _OF_ALL_EXAMPLES
         try:
-            plan = deterministically(self.device, prover.prove)
+            plan = deterministically(self.device, lambda: prover.prove(on_few=on_few))
             self.proven = evaluate, batch
+            self._proofs_of_calls[calls] += plan.proven and run.batch_size > 1
             return plan
         finally:
             self.draws |= prover.draws
@@ -539,7 +577,7 @@ class Engine:
         """Return the contributions to parameters that need gradients of the whole model, example by example."""
         remedy = SAME_WAY if run.capture.routes else _REMEDY
         try:
-            with self.unwatched():
+            with self.unwatched(), self._from_the_start(run):
                 again, grads = fallback.whole_model_gradients(
                     self.model, evaluate, batch, run.batch_size, sorted(plan.whole), run.random_state
                 )
@@ -558,24 +596,30 @@ class Engine:
         self, run: "Run", evaluate: Evaluate, batch: Any, is_counted: Tensor, how: OneByOne
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute the losses and gradients of a batch, one example at a time (`fallback.one_by_one_gradients`)."""
-        buffers = self._declared_buffers()
 
         def evaluate_one(one: Any) -> Tensor:
-            _restore(buffers)  # for every example those that the batch left
+            _restore(run.buffers)  # for every example those that the batch found
             return evaluate(one)
 
         def draws(i: int) -> AbstractContextManager[None]:
             return run.random_state.seeded(i) if how.own_draws else run.random_state.replayed()
 
-        try:
-            with self.unwatched(), uncompiled():
-                found = fallback.one_by_one_gradients(
-                    evaluate_one, batch, is_counted, self.parameters, draws, in_copies=how.in_copies
-                )
-        finally:
-            _restore(buffers)
+        with self.unwatched(), uncompiled(), self._from_the_start(run):
+            found = fallback.one_by_one_gradients(
+                evaluate_one, batch, is_counted, self.parameters, draws, in_copies=how.in_copies
+            )
         run.state.require_unmoved(self.model, self.criterion, self.data_independent_buffers)
         return found
+
+    @contextmanager
+    def _from_the_start(self, run: "Run") -> Iterator[None]:
+        """Run the model from the declared buffers that a captured pass found; leave those that are there now."""
+        now = self._declared_buffers()
+        _restore(run.buffers)
+        try:
+            yield
+        finally:
+            _restore(now)
 
     def _declared_buffers(self) -> list[tuple[Tensor, Tensor]]:
         """Return all buffers and their values, if some are declared to move in a forward pass."""
@@ -649,6 +693,8 @@ class Run:
     state: checks.State
     random_state: RandomState
     batch_size: int
+    buffers: Sequence[tuple[Tensor, Tensor]] = ()
+    """All buffers and their values before the pass, if some are declared to move in it."""
     losses: Any = None
 
     def enter(self, stack: ExitStack) -> None:

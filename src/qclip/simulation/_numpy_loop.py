@@ -21,6 +21,9 @@ def numpy_loop(setup: Setup, state: SimulationState, draws: Draws, first: int, o
         drawn = np.arange(g.shape[1]) < draws.counts[i][:, None]
         factor = clip_factor(norms, tau[:, None]) * drawn
         update = np.einsum("sn,snd->sd", factor, g) / B
+        if setup.error_feedback:
+            update = update + state.memory * clip_factor(np.linalg.norm(state.memory, axis=-1), tau)[:, None]
+            state.memory = state.memory + np.einsum("sn,snd->sd", drawn, g) / B - update
         if setup.noise_multiplier:
             update = update + setup.noise_multiplier / B * tau[:, None] * draws.noise[i]
         if row < offsets.size and offsets[row] == i:

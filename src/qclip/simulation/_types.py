@@ -25,6 +25,7 @@ class Setup:
     batch_size: int
     poisson: bool
     noise_multiplier: float
+    error_feedback: bool = False
 
 
 @dataclass
@@ -33,6 +34,7 @@ class SimulationState:
 
     x: Floats  # [seeds, d]
     weighted: Floats  # [seeds]: sum of gamma ||grad f||^2
+    memory: Floats  # [seeds, d]: what clipping took, with error feedback
 
     def require_finite(self, step: int) -> None:
         """Refuse a state that has diverged by this step."""

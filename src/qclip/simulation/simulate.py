@@ -7,7 +7,7 @@ noise, when numba is installed. A test compares them.
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -83,6 +83,7 @@ def simulate(
     sampling: Literal["iid", "poisson"] = "iid",
     record: int | Sequence[int] = 100,
     seed: int | np.random.Generator = 0,
+    error_feedback: bool = False,
     loop: Literal["auto", "numpy", "compiled"] = "auto",
     progress: Callable[[int], None] | None = None,
 ) -> Trajectories:
@@ -110,6 +111,8 @@ def simulate(
         sampling: "iid" for batches of one size, "poisson" for Poisson batch sizes.
         record: The steps to record, or how many, spaced geometrically. The final state is always recorded.
         seed: Seed or generator of all random draws.
+        error_feedback: Whether what clipping takes is kept and added, clipped too, to later steps: it removes the bias
+            (docs/theory.md, section 22). Not with noise: the memory holds unclipped gradients. Runs in numpy.
         loop: "compiled" needs numba and additive noise; "auto" takes it where it can.
         progress: Called with the number of steps done, after each chunk.
 
@@ -127,10 +130,15 @@ def simulate(
         raise check.refuse_shape("x0", start.shape, bound, "give one start, or one per seed")
     start = np.broadcast_to(start, (seeds, problem.dim)).copy()
     setup = _resolve(problem, step_size, steps, p, tau, batch_size, noise_multiplier, sampling)
+    if error_feedback:
+        if noise_multiplier:
+            remedy = "leave error_feedback out: its memory holds unclipped gradients, which this noise does not protect"
+            raise check.refuse("noise_multiplier", noise_multiplier, "0 with error feedback", remedy)
+        setup = replace(setup, error_feedback=True)
     marks = _marks(record, steps)
     execute = _choose_loop(setup, loop)
 
-    state = SimulationState(start, np.zeros(seeds))
+    state = SimulationState(start, np.zeros(seeds), np.zeros_like(start))
     records = Records.blank(marks.size, seeds, problem.dim)
     rng = np.random.default_rng(seed)
     for first, draws in _chunks(setup, seeds, rng):
@@ -216,7 +224,9 @@ def _chunks(setup: Setup, seeds: int, rng: np.random.Generator) -> Iterator[tupl
 
 def _choose_loop(setup: Setup, loop: str) -> Loop:
     check.choice("loop", loop, ("auto", "numpy", "compiled"))
-    if loop == "numpy":
+    if setup.error_feedback and loop == "compiled":
+        raise check.Refusal("loop = 'compiled' cannot run error feedback; use loop='auto'")
+    if loop == "numpy" or setup.error_feedback:
         return numpy_loop
     if importlib.util.find_spec("numba") is None:
         if loop == "auto":

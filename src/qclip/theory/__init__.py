@@ -6,17 +6,20 @@ argument, repaired) or "printed" (the paper's text; false for Theorem 2).
 
 from qclip.theory.assumptions import Assumptions
 from qclip.theory.bounds import Bound, bound, bound_private, max_step, max_step_private
-from qclip.theory.certificate import certificate
+from qclip.theory.certificate import Certificate, certificate
 from qclip.theory.fixed_clip import fixed_clip_bound
 from qclip.theory.groups import GroupNoise, bound_groups, group_noise
 from qclip.theory.lemmas import bias_floor, lemma1_bias, lemma1_threshold, lemma2_descent, squared_bias
+from qclip.theory.one_run import one_run_certificate
 from qclip.theory.plan import CoupledPlan, Move, Plan, Privacy, plan
 from qclip.theory.rates import FORMS, Form, Rates, rates
+from qclip.theory.weighted import weighted_certificate
 
 __all__ = [
     "FORMS",
     "Assumptions",
     "Bound",
+    "Certificate",
     "CoupledPlan",
     "Form",
     "GroupNoise",
@@ -36,7 +39,9 @@ __all__ = [
     "lemma2_descent",
     "max_step",
     "max_step_private",
+    "one_run_certificate",
     "plan",
     "rates",
     "squared_bias",
+    "weighted_certificate",
 ]

@@ -1,6 +1,7 @@
 """The certificate of a finished run: a bound on its gradients, from the public values it recorded."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -10,6 +11,23 @@ from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.theory.assumptions import Assumptions
 from qclip.theory.bounds import Bound, TheoremForm, check_steps, divide
+
+
+@dataclass(frozen=True)
+class Certificate(Bound):
+    """The bound of a run over runs, with the theorem that it follows from and, where there is one, that of this run.
+
+    Attributes:
+        theorem: The theorem, by the section of docs/theory.md.
+        mean: What is bounded, in words.
+        this_run: The bound on this run alone, with probability ``confidence``; None where no theorem has one.
+        confidence: The probability with which ``this_run``, and the margins on noisy fractions, hold.
+    """
+
+    theorem: str = ""
+    mean: str = ""
+    this_run: Bound | None = None
+    confidence: float = 0.95
 
 
 def certificate(

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from qclip.thresholds.threshold import Count
+from qclip.thresholds.threshold import Count, Counted
 
 T = TypeVar("T")
 OUTERMOST = 1e30
@@ -59,6 +59,23 @@ class Lattice:
         fractions = (1 - beyond[1:]).tolist()
         at_tau = fractions.pop(bisect_left(self.radii(lowest), tau))
         return fractions, at_tau
+
+    def counted(self, lowest: int, tau: float, bins: Sequence[float], noise_std: float, noise: float = 1.0) -> Counted:
+        """Return the fraction beyond tau as `read` gives it, with the size of its errors.
+
+        It is the sum of the m bins beyond tau less m/M of the removed surplus, linear in all M bins: they have the
+        coefficients 1 - w beyond tau and -w within it, w = noise m/M. The bins of an example add up to 1, and the
+        surplus has mean 0, so there is no bias.
+
+        >>> found = Lattice(2, 1.0).counted(0, 1.5, [0.2, 0.3, 0.4, 0.1], noise_std=0.1)
+        >>> round(found.clipped, 9), round(found.noise, 9), found.reach  # radii 1, 1.5, e
+        (0.5, 0.1, 0.5)
+        """
+        _, within = self.read(lowest, tau, bins, noise)
+        beyond, total = len(bins) - 1 - bisect_left(self.radii(lowest), tau), len(bins)
+        taken = noise * beyond / total
+        variance = beyond * (1 - taken) ** 2 + (total - beyond) * taken**2
+        return Counted(1 - within, noise_std * math.sqrt(variance), reach=max(1 - taken, taken))
 
 
 def shifted(values: Sequence[T], places: int, below: Sequence[T], above: Sequence[T]) -> tuple[T, ...]:

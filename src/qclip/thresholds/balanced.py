@@ -12,7 +12,7 @@ from qclip import accounting
 from qclip._validate import Floats
 from qclip.thresholds._lattice import Lattice, shifted
 from qclip.thresholds._motion import check_range, clamp, facts, plausible
-from qclip.thresholds.threshold import Answer, Conditions, Question, RawAccess, Threshold
+from qclip.thresholds.threshold import Answer, Conditions, Counted, Question, RawAccess, Threshold
 
 LATTICE = Lattice(18, 0.4)
 """It spans a factor of 900. Wider, and its radii are seen for longer; narrower, and rare long gradients are beyond."""
@@ -156,6 +156,13 @@ class BalancedThreshold(Threshold[State]):
         """Return the fraction counted within tau."""
         return tuple(
             LATTICE.read(group["lowest"], group["tau"], bins, _noise_part(answer))[1]
+            for group, bins in zip(state, answer.noisy_bins, strict=True)
+        )
+
+    def counted(self, state: State, step: int, answer: Answer) -> tuple[Counted, ...]:
+        """Return the sums of the bins beyond tau."""
+        return tuple(
+            LATTICE.counted(group["lowest"], group["tau"], bins, answer.bins_std, _noise_part(answer))
             for group, bins in zip(state, answer.noisy_bins, strict=True)
         )
 

@@ -9,7 +9,7 @@ from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.schedules import Schedule
 from qclip.thresholds._motion import check_range, clamp, level
-from qclip.thresholds.threshold import Answer, Conditions, Question, RawAccess, Threshold, check_ahead
+from qclip.thresholds.threshold import Answer, Conditions, Counted, Question, RawAccess, Threshold, check_ahead
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,13 @@ class ExactQuantile(Threshold[tuple[float, ...]]):
     def unclipped(self, state: tuple[float, ...], step: int, answer: Answer) -> tuple[float, ...]:
         """Return the raw fraction of the batch; empty for a batch without examples."""
         return raw_unclipped(answer.raw_norms, self.update(state, step, answer))
+
+    def counted(self, state: tuple[float, ...], step: int, answer: Answer) -> tuple[Counted, ...]:
+        """Return 1 - p, an upper bound, for the quantile of the whole data set; that of a batch says nothing."""
+        taus = self.update(state, step, answer)
+        if self.over != "dataset" or max(taus) >= self.tau_max:
+            return ()
+        return (Counted(1 - level(self.p, step)),) * len(taus)
 
     def update(self, state: tuple[float, ...], step: int, answer: Answer) -> tuple[float, ...]:
         """Return the clip norms of the step, from the answer or computed again from its norms."""

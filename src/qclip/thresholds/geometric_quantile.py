@@ -6,7 +6,17 @@ from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.schedules import Schedule
 from qclip.thresholds._motion import check_range, level, moved
-from qclip.thresholds.threshold import Answer, Conditions, Count, Question, RawAccess, Threshold, check_ahead
+from qclip.thresholds.threshold import (
+    Answer,
+    Conditions,
+    Count,
+    Counted,
+    Question,
+    RawAccess,
+    Threshold,
+    check_ahead,
+    counted_at_tau,
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,10 @@ class GeometricQuantile(Threshold[tuple[float, ...]]):
     def unclipped(self, state: tuple[float, ...], step: int, answer: Answer) -> tuple[float, ...]:
         """Return the counted fractions."""
         return tuple(fraction for (fraction,) in answer.noisy_bins)
+
+    def counted(self, state: tuple[float, ...], step: int, answer: Answer) -> tuple[Counted, ...]:
+        """Return the counted fractions."""
+        return counted_at_tau(answer, self.centre)
 
     def update(self, state: tuple[float, ...], step: int, answer: Answer) -> tuple[float, ...]:
         """Move each group's tau against its error."""

@@ -13,7 +13,7 @@ from qclip._validate import Floats
 from qclip.schedules import Schedule
 from qclip.thresholds._lattice import OUTERMOST, Lattice, shifted
 from qclip.thresholds._motion import NORMAL, attainable, check_range, clamp, gain, level, plausible
-from qclip.thresholds.threshold import Answer, Conditions, Question, RawAccess, Threshold, check_ahead
+from qclip.thresholds.threshold import Answer, Conditions, Counted, Question, RawAccess, Threshold, check_ahead
 
 PRIOR_STD = 0.2
 """Assumed standard deviation of the first guess of a fraction, from a log-normal distribution around tau."""
@@ -110,6 +110,13 @@ class HistogramQuantile(Threshold[State]):
     def unclipped(self, state: State, step: int, answer: Answer) -> tuple[float, ...]:
         """Return the fraction counted within tau."""
         return tuple(self._read(group, bins)[1] for group, bins in zip(state, answer.noisy_bins, strict=True))
+
+    def counted(self, state: State, step: int, answer: Answer) -> tuple[Counted, ...]:
+        """Return the sums of the bins beyond tau."""
+        return tuple(
+            self._lattice.counted(group["lowest"], group["tau"], bins, answer.bins_std)
+            for group, bins in zip(state, answer.noisy_bins, strict=True)
+        )
 
     def update(self, state: State, step: int, answer: Answer) -> State:
         """Add the counts to the histogram and move tau to its quantile."""

@@ -19,7 +19,18 @@ from qclip.thresholds._motion import (
     pursue,
     usual_slope,
 )
-from qclip.thresholds.threshold import Answer, Conditions, Count, Question, RawAccess, Slack, Threshold, check_ahead
+from qclip.thresholds.threshold import (
+    Answer,
+    Conditions,
+    Count,
+    Counted,
+    Question,
+    RawAccess,
+    Slack,
+    Threshold,
+    check_ahead,
+    counted_at_tau,
+)
 
 RADIUS = 0.75
 """Radius of the free count, relative to tau: nearer 1 says more about the fraction at tau, farther is less noisy."""
@@ -139,6 +150,10 @@ class PrivateQuantile(Threshold[State]):
     def unclipped(self, state: State, step: int, answer: Answer) -> tuple[float, ...]:
         """Return the paid fractions, which are unbiased."""
         return tuple(fraction for (fraction,) in answer.noisy_bins)
+
+    def counted(self, state: State, step: int, answer: Answer) -> tuple[Counted, ...]:
+        """Return the counted fractions."""
+        return counted_at_tau(answer, 0.5)
 
     def update(self, state: State, step: int, answer: Answer) -> State:
         """Move each group's tau towards its quantile."""

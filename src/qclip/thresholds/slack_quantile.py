@@ -19,7 +19,7 @@ from qclip.thresholds._motion import (
     pursue,
     usual_slope,
 )
-from qclip.thresholds.threshold import Answer, Conditions, Question, RawAccess, Slack, Threshold, check_ahead
+from qclip.thresholds.threshold import Answer, Conditions, Counted, Question, RawAccess, Slack, Threshold, check_ahead
 
 INNER_RADIUS = 0.8
 MEMORY = 0.03
@@ -124,6 +124,11 @@ class SlackQuantile(Threshold[State]):
         """Return the fraction counted within the outer radius plus the extrapolated fraction above it."""
         counted = zip(self._averaged(state, answer), answer.noisy_within, strict=True)
         return tuple(outer + self._above(group) for group, (_, outer) in counted)
+
+    def counted(self, state: State, step: int, answer: Answer) -> tuple[Counted, ...]:
+        """Return the fraction beyond the outer radius: at least that beyond tau, and counted without extrapolation."""
+        outer = zip(answer.noisy_within, answer.within_std, strict=True)
+        return tuple(Counted(1 - within, std, reach=1.0) for (_, within), (_, std) in outer)
 
     def update(self, state: State, step: int, answer: Answer) -> State:
         """Move each group's tau towards its quantile."""

@@ -120,6 +120,20 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """An unbiased estimate of a step's clipped fraction, or of an upper bound on it, with the size of its errors.
+
+    A certificate (`qclip.training.certificate`) averages them over the run.
+    """
+
+    clipped: float
+    noise: float = 0.0
+    """Standard deviation of its Gaussian noise."""
+    reach: float = 0.0
+    """The most by which one sampled example moves it, times the batch size; 0 where it is not a count of a sample."""
+
+
+@dataclass(frozen=True)
 class Conditions:
     """The public facts of a run, from which a threshold tells beforehand whether it can work."""
 
@@ -200,6 +214,13 @@ class Threshold(ABC, Generic[S]):
         """
         return ()
 
+    def counted(self, state: S, step: int, answer: Answer) -> tuple[Counted, ...]:
+        """Return an unbiased estimate of each group's clipped fraction, or of an upper bound on it.
+
+        Empty by default: not every threshold counts its clipped examples without a bias.
+        """
+        return ()
+
     @abstractmethod
     def update(self, state: S, step: int, answer: Answer) -> S:
         """Return the state after the step."""
@@ -219,6 +240,12 @@ def check_ahead(value: Schedule, num_steps: int) -> None:
     """Evaluate a schedule that refuses bad values at up to 10^4 of the run's steps, before the run."""
     for step in np.unique(np.linspace(0, max(num_steps - 1, 0), min(max(num_steps, 1), 10_000)).astype(int)):
         value(int(step))
+
+
+def counted_at_tau(answer: Answer, centre: float) -> tuple[Counted, ...]:
+    """Return the clipped fractions of an answer whose only bin ends at tau."""
+    reach = max(centre, 1 - centre)
+    return tuple(Counted(1 - fraction, answer.bins_std, reach) for (fraction,) in answer.noisy_bins)
 
 
 def refusal(threshold: "Threshold[S]", conditions: Conditions) -> str:

@@ -27,6 +27,8 @@ from qclip.training.dataset import reads_lists
 
 MOST_EXAMPLES: Final = 32
 """The most examples of a batch that are collated again."""
+LATER_EXAMPLES: Final = 4
+"""The most examples in the third and later proofs, which are about other sizes or later batches."""
 Evaluate = Callable[[Any, int], Tensor]
 """Returns the losses of a batch, [B], given the batch and its number of examples."""
 SizedBatch = tuple[Any, int]
@@ -157,7 +159,7 @@ class FetchProof:
         * Random numbers: every evaluation replays the same ones. A collate function or a model that draws may draw
           other numbers for other shapes; a collate function is then not compared, a model is compared in evaluation
           mode.
-        * At most `MOST_EXAMPLES` examples are collated again.
+        * At most `MOST_EXAMPLES` examples are collated again, and `LATER_EXAMPLES` in the third and later proofs.
         * A collate function that fails when it is called again is refused.
 
     Args:
@@ -168,6 +170,7 @@ class FetchProof:
 
     def __init__(self, fetch: Fetch, engine: Engine, dataset_size: int) -> None:
         self._fetch, self._engine, self._dataset_size = fetch, engine, dataset_size
+        self._num_proofs = 0
 
     @property
     def runs_the_model(self) -> bool:
@@ -197,12 +200,14 @@ class FetchProof:
             return losses(pytree.tree_unflatten(converted, structure), num_examples)
 
         engine = self._engine
+        some = list(indices)[: MOST_EXAMPLES if self._num_proofs < 2 else LATER_EXAMPLES]
         with (
             RandomState.now(engine.device).replayed(),
             engine.in_precision(torch.float32),
             perturbed(engine.parameters.values()),
         ):
-            deterministically(engine.device, lambda: self._compare(list(indices)[:MOST_EXAMPLES], evaluate))
+            deterministically(engine.device, lambda: self._compare(some, evaluate))
+        self._num_proofs += len(some) > 1
 
     def _compare(self, indices: list[int], evaluate: Evaluate) -> None:
         other_indices = np.random.default_rng(len(indices)).integers(self._dataset_size, size=len(indices)).tolist()
@@ -266,8 +271,8 @@ class FetchProof:
 
     def _refusal(self, *, is_reshaped: bool) -> Refusal:
         remedy = (
-            "pad to a fixed length, as qclip.integrations.transformers.fixed_length does, or to one of a public list "
-            "of lengths with a mask that the model obeys: the longest example of a batch sets the length of the "
+            "pad to a fixed length, as qclip.integrations.transformers.fixed_length does, or give the model a mask "
+            "that it obeys, as bucketed_lengths there does: the longest example of a batch sets the length of the "
             "others, and the model does not mask the padding"
             if is_reshaped
             else "let it treat every example by itself: compute statistics of the whole data set beforehand, count "

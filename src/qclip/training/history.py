@@ -24,6 +24,12 @@ class StepRecord:
     """The expected squared norm of the noise on each group's mean gradient, over its squared clip norm: public."""
     clipped_length: tuple[float, ...] = ()
     """The mean length that clipping takes from a gradient, over the clip norm; empty if not estimated."""
+    clipped: tuple[float, ...] = ()
+    """The clipped fraction of each group, or an upper bound on it, counted without a bias; empty if it is not."""
+    clipped_noise: tuple[float, ...] = ()
+    """The standard deviation of the noise on each of ``clipped``."""
+    clipped_reach: tuple[float, ...] = ()
+    """The most by which one sampled example moves each of ``clipped``, times the batch size."""
     lost: tuple[str, ...] = ()
     """The groups whose threshold counts as lost after this step (`qclip.training.lost_threshold`)."""
 

@@ -244,38 +244,45 @@ class PrivateTraining:
 
     def certificate(
         self, assumptions: theory.Assumptions, confidence: float = 0.95, *, p_lo: float | None = None
-    ) -> theory.Bound:
-        """Return the bound on the weighted mean of ``E ||grad f||^2`` that the record so far certifies.
+    ) -> theory.Certificate:
+        """Return the bound on a weighted mean of ``||grad f||^2`` that the record so far certifies.
+
+        The theorem that covers the run is chosen and named, and so is the mean (`qclip.theory.Certificate`). Learning
+        rates and schedules may react to earlier steps, but not to the examples of their own step.
 
         Args:
-            assumptions: The constants of the problem (`qclip.theory.certificate`).
-            confidence: The probability with which the bounds on the noisy clipped fractions hold.
-            p_lo: A lower bound on the unclipped fraction of every step; by default the record has to show one.
+            assumptions: The constants of the problem (`qclip.theory.Assumptions`).
+            confidence: The probability with which the bound on this run, ``this_run``, holds.
+            p_lo: A lower bound on the unclipped fraction of every step, if one is known: then plain SGD gets the bound
+                on the plain mean, and thresholds that count nothing get one at all.
 
         Raises:
-            qclip.Refusal: Unless the theorem covers the run: plain SGD (no momentum, no weight decay) that applied
-                every gradient; step sizes fixed before the run, without ``rescale_to_unit_norm`` and without a
-                function or a scheduler that may react to the run; flat clipping at a threshold that counts unclipped
-                examples and does not look at a step's own examples.
+            qclip.Refusal: No theorem covers the run, by the condition that it lacks: SGD with one momentum, no weight
+                decay, at the recorded learning rate, and every gradient applied; a learning rate that was not found
+                from the gradient of its own step; flat clipping at a threshold that does not look at a step's own
+                examples; the clipped fraction counted at every step, or ``p_lo``; float32 or float64.
         """
-        certificate.require_covered(
-            self._history,
-            self._rule.threshold,
-            self._engine.parameters.values(),
-            step_size=None if isinstance(self._step_size, AutoStepSize) else self._step_size,
-            rescale_to_unit_norm=self._rule.rescale_to_unit_norm,
-            departure=self._departures.so_far(applied=self._guard.applied),
-            plan=self._plan,
-            num_examples=self.loader.num_examples,
-        )
-        return certificate.certify(
+        run = certificate.covered(
             assumptions,
             self._history,
             self._rule.threshold,
+            self._engine.parameters.values(),
+            step_size=self._step_size,
+            rescale_to_unit_norm=self._rule.rescale_to_unit_norm,
+            departures=self._departures,
+            applied=self._guard.applied,
+            plan=self._plan,
+            num_examples=self.loader.num_examples,
+            num_groups=len(self.groups),
+            p_lo=p_lo,
+        )
+        return certificate.certify(
+            run,
+            assumptions,
+            self._history,
             self._plan,
-            count=self._rule.threshold.ask(self._threshold_state, len(self._records)).count,
-            noise=self._rule.noise,
-            dims=self._rule.dims,
+            noise_multiplier=self._rule.noise.gradient,
+            dim=sum(self._rule.dims),
             p_lo=p_lo,
             confidence=confidence,
         )
@@ -343,6 +350,7 @@ class PrivateTraining:
             "threshold_state": self._threshold_state,
             "history": [asdict(record) for record in self._records],
             "departure": self._departures.so_far(applied=self._guard.applied),
+            "momentum": self._departures.momentum,
             "auto_step_size": None if auto is None else self._by_parameter(auto, of_parameter),
             "secrets": None if self.finished else self._secrets(),
         }
@@ -360,6 +368,8 @@ class PrivateTraining:
         self._engine.draws |= state["execution"] is not None
         self.seeded |= state.get("seeded", False)  # older checkpoints do not say
         self._departures.begin(state["departure"])
+        # Older checkpoints hold none: there every momentum but 0 was a departure.
+        self._departures.momentum = state.get("momentum", 0.0 if self._records else None)
         if isinstance(self._step_size, AutoStepSize):
             self._step_size.load_state_dict(self._by_parameter(state["auto_step_size"], self._shards.cut))
         secrets = state["secrets"]
@@ -580,6 +590,9 @@ class PrivateTraining:
             step_size=rate / released.scale,
             noise_power=released.noise_power,
             clipped_length=released.clipped_length,
+            clipped=tuple(each.clipped for each in released.counted),
+            clipped_noise=tuple(each.noise for each in released.counted),
+            clipped_reach=tuple(each.reach for each in released.counted),
         )
         lost = lost_groups([*self._records[1 - WINDOW :], record], self.threshold, self.groups)
         # Charged before the gradient is visible: an interruption between the lines costs budget, not privacy.

@@ -22,6 +22,7 @@ from torch import Tensor
 from qclip.accounting import Split
 from qclip.engine import ClippedGradients
 from qclip.thresholds import Threshold
+from qclip.thresholds.threshold import Counted
 from qclip.training import noise
 from qclip.training.answer import answer
 from qclip.training.sums import ClipNorms, Key, LogicalStep, NoisySum, Place, Query, RawSums
@@ -68,6 +69,8 @@ class StepRelease:
     """The expected squared norm of the noise on each group's mean gradient, over its squared clip norm."""
     noisy_unclipped: tuple[float, ...]
     """The fraction of unclipped examples in each group; empty if the threshold does not estimate it."""
+    counted: tuple[Counted, ...]
+    """The clipped fraction of each group, counted without a bias; empty if it is not."""
     clipped_length: tuple[float, ...]
     """The mean length that clipping takes from a gradient, over the clip norm; empty if not estimated."""
     scale: float
@@ -138,6 +141,7 @@ def release(state: StepState, raw: RawSums, query: Query, rule: StepRule, source
         raw.clip_norms,
         answered.noise_power,
         rule.threshold.unclipped(state.threshold, state.step, answered),
+        rule.threshold.counted(state.threshold, state.step, answered),
         rule.threshold.clipped_length(updated),
         scale,
         StepState(state.step + 1, updated),

@@ -14,7 +14,6 @@ from rich.console import Console
 
 from qclip import theory
 from qclip.apps.run_folder import RunFolder
-from qclip.apps.run_summary import Certificate
 from qclip.apps.trainer.interrupt import Interrupt
 from qclip.apps.trainer.loop import train
 from qclip.apps.trainer.run import QUANTILES, resume, start
@@ -267,15 +266,28 @@ def test_the_certificate_of_a_run(settings, tmp_path, monkeypatch):
     run = whole(replace(asked, plain_steps=True), tmp_path)
     found = run.folder.summary().certificate
     bound = run.training.certificate(theory.Assumptions(L=1, sigma=1, q=2, gap=1))
-    assert found == Certificate(bound.total, bound.optimisation, bound.variance, bound.bias, confidence=0.95)
+    assert (found.total, found.theorem, found.mean) == (bound.total, bound.theorem, bound.mean)
+    assert (found.this_run, found.confidence) == (bound.this_run and bound.this_run.total, 0.95)
 
 
 def test_a_certificate_that_cannot_be_had_does_not_cost_the_run(settings, tmp_path):
-    run = whole(replace(settings, L=1.0, sigma=1.0, gap=1.0), tmp_path)
+    run = whole(replace(settings, lr=None, L=1.0, sigma=1.0, gap=1.0), tmp_path)
     summary = run.folder.summary()
     assert summary.finished
     assert summary.certificate is None
-    assert "rescale_to_unit_norm = True must be False" in summary.certificate_refused
+    assert "found from the gradient of that step itself" in summary.certificate_refused
+
+
+def test_a_run_with_defaults_says_what_a_certificate_would_need(settings, tmp_path, monkeypatch):
+    """The constants of the loss, and a learning rate that does not follow from the step's own gradient."""
+    refused = whole(replace(settings, lr=None), tmp_path / "a").folder.summary().certificate_refused
+    assert "were not given (--L, --sigma, --gap)" in refused
+    assert "found from the gradient of that step itself" in refused
+    monkeypatch.setitem(QUANTILES, "geometric", partial(GeometricQuantile, initial=3.0))  # near the quantile
+    given = replace(settings, threshold="geometric", lr=0.5)
+    assert whole(given, tmp_path / "b").folder.summary().certificate_refused.endswith("(--L, --sigma, --gap)")
+    certified = whole(replace(given, L=0.01, sigma=1.0, gap=1.0), tmp_path / "c").folder.summary().certificate
+    assert certified.theorem == "normalized steps, section 18"
 
 
 def test_parameters_that_are_lost_stop_the_run_and_keep_its_checkpoint(settings, uninterrupted, tmp_path):

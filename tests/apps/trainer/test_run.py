@@ -41,7 +41,7 @@ def test_what_was_left_out_is_filled_in(settings, tmp_path):
     assert run.training.threshold == BalancedThreshold()
 
 
-@pytest.mark.parametrize("given", [{"p": 0.7}, {"threshold": "private-quantile"}, {"L": 1.0, "sigma": 1.0, "gap": 1.0}])
+@pytest.mark.parametrize("given", [{"p": 0.7}, {"threshold": "private-quantile"}])
 def test_whoever_asks_for_a_quantile_gets_one_on_a_table(settings, tmp_path, given):
     run = start(replace(settings, **given), RunFolder(tmp_path))
     assert run.training.threshold == PrivateQuantile(0.7)

@@ -45,7 +45,6 @@ REFUSED = {
     "certificate-of-negative-L": (CERTIFIED | {"L": -1.0}, r"L = -1\.0 must be > 0"),
     "balanced-with-p": ({"threshold": "balanced", "p": 0.5}, r"--p = 0\.5 must be left out with --threshold balanced"),
     "plain-steps-without-lr": ({"plain_steps": True}, r"--plain-steps needs --lr"),
-    "certificate-of-the-balanced": (CERTIFIED | {"threshold": "balanced"}, r"--threshold = 'balanced' must be a quant"),
     "certificate-without-counts": (CERTIFIED | {"threshold": "constant", "tau": 1.0}, r"--threshold = 'constant' must"),
 }
 
@@ -62,6 +61,7 @@ ACCEPTED = {
     "exact": {"threshold": "exact", "noise_multiplier": 0.0},
     "constant": {"threshold": "constant", "tau": 1.0, "epsilon": 1.0},
     "certificate": CERTIFIED | {"q": 1.5, "optimizer": "sgd", "groups": "flat"},
+    "certificate-of-the-balanced": CERTIFIED | {"threshold": "balanced"},
 }
 
 
@@ -82,15 +82,15 @@ def test_defaults_fill_what_was_left_out_and_nothing_else():
     assert (filled(**CERTIFIED).q, filled(**CERTIFIED, q=1.5).q) == (2.0, 1.5)
 
 
-def test_whoever_asks_for_a_quantile_or_a_certificate_gets_a_quantile():
+def test_whoever_asks_for_a_quantile_gets_one():
     def threshold(**given):
         found = filled(**given)
         found.check()
         return found.threshold, found.tau, found.p
 
-    assert threshold() == ("balanced", None, None)
+    assert threshold() == threshold(**CERTIFIED) == ("balanced", None, None)
     assert threshold(threshold="constant", tau=1.0) == ("constant", 1.0, None)
-    for asked in ({"p": 0.7}, {"threshold": "private-quantile"}, CERTIFIED):
+    for asked in ({"p": 0.7}, {"threshold": "private-quantile"}):
         assert threshold(**asked) == ("private-quantile", None, 0.7)
     assert threshold(threshold="geometric", p=0.9) == ("geometric", None, 0.9)
 

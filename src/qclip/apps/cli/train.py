@@ -157,8 +157,11 @@ def _say_result(console: Console, run: "TrainerRun") -> None:
     if summary.lost_threshold:
         table.add_row("warning", escape(summary.lost_threshold))
     if summary.certificate is not None:
-        table.add_row("certificate", f"mean of E||grad f||^2 <= {summary.certificate.total:.4g}")
-    if summary.certificate_refused is not None:
+        bound, single = summary.certificate, summary.certificate.this_run
+        this_run = "" if single is None else f"; in this run <= {single:.4g} with {bound.confidence:.0%}"
+        table.add_row("certificate", f"mean of ||grad f||^2 <= {bound.total:.4g} over runs{this_run}")
+        table.add_row("its theorem", bound.theorem)
+    if summary.certificate_refused is not None and run.settings.assumptions() is not None:
         table.add_row("no certificate", escape(summary.certificate_refused))
     table.add_row("seconds", f"{summary.seconds:.0f}")
     console.print(table)

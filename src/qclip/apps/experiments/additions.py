@@ -120,6 +120,7 @@ def certificate(effort: Effort) -> Outcome:
     "group-noise-allocation",
     "The noise that costs one release is least at sigma_k^2 = z^2 (tau_k/sqrt d_k) sum_j tau_j sqrt d_j",
     "section 14",
+    how="evaluated",
 )
 def group_noise_allocation(effort: Effort) -> Outcome:
     """Compare the formula with a numerical minimum over all allocations of equal privacy."""

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from qclip.apps.report.style import label, new_figure
 
 Verdict = Literal["holds", "fails", "erratum"]
+How = Literal["measured", "evaluated"]
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,23 @@ class Claim:
     statement: str
     equation: str
     run: Callable[[Effort], Outcome]
+    how: How = "measured"
 
 
-def claim(id: str, statement: str, equation: str) -> Callable[[Callable[[Effort], Outcome]], Claim]:
-    """Return a decorator that turns an experiment into a claim with a random stream of its own."""
+def claim(
+    id: str, statement: str, equation: str, *, how: How = "measured"
+) -> Callable[[Callable[[Effort], Outcome]], Claim]:
+    """Return a decorator that turns an experiment into a claim with a random stream of its own.
+
+    Args:
+        id: The name of the claim.
+        statement: What is claimed.
+        equation: The place in the paper, or in docs/theory.md.
+        how: "measured" for experiments and for independent calculations; "evaluated" where both sides are formulas,
+            so that only a wrong formula could fail.
+    """
     stream = zlib.crc32(id.encode())
-    return lambda run: Claim(id, statement, equation, lambda effort: run(replace(effort, stream=stream)))
+    return lambda run: Claim(id, statement, equation, lambda effort: run(replace(effort, stream=stream)), how)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,12 @@ def fixed_clip_growing_threshold(effort: Effort) -> Outcome:
     )
 
 
-@claim("fixed-clip-lambda", "lambda in (0, 1/4) is where to choose tau ~ T^lambda from", "after eq. 12; erratum H")
+@claim(
+    "fixed-clip-lambda",
+    "lambda in (0, 1/4) is where to choose tau ~ T^lambda from",
+    "after eq. 12; erratum H",
+    how="evaluated",
+)
 def fixed_clip_lambda(effort: Effort) -> Outcome:  # noqa: ARG001  (exact: the same at any effort)
     """Fit the exponent of the order-level bound at each lambda for huge T: inside the interval all are slower."""
     a = theory.Assumptions(L=1, sigma=1, q=2, gap=1)

@@ -168,7 +168,12 @@ def _expected_change(problem: Problem, x: Floats, p: float, gamma: float) -> Flo
     return -gamma * along + gamma**2 * problem.L / 2 * moments.second_moment
 
 
-@claim("lemma1-proof-step", "P(|delta| > Q) <= (E|delta| / Q)^q, as the proof of Lemma 1 has it", "erratum E")
+@claim(
+    "lemma1-proof-step",
+    "P(|delta| > Q) <= (E|delta| / Q)^q, as the proof of Lemma 1 has it",
+    "erratum E",
+    how="evaluated",
+)
 def lemma1_proof_step(effort: Effort) -> Outcome:  # noqa: ARG001  (exact: the same at any effort)
     """Evaluate a counterexample: |delta| = 0 with probability .85, else uniform on [1, 1.01]; p = .9, q = 2."""
     Q = 1 + 0.01 * 0.05 / 0.15  # the .9-quantile: .05 of the mass .15 lies below it

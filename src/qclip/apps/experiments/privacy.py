@@ -67,7 +67,12 @@ def noise_floor(effort: Effort) -> Outcome:
     )
 
 
-@claim("exact-quantile-not-private", "Eq. 15 at the exact quantile of the batch is private", "eq. 15; erratum I")
+@claim(
+    "exact-quantile-not-private",
+    "Eq. 15 at the exact quantile of the batch is private",
+    "eq. 15; erratum I",
+    how="evaluated",
+)
 def exact_quantile_not_private(effort: Effort) -> Outcome:  # noqa: ARG001  (exact: the same at any effort)
     """Clip 501 norms of 1 and 501 of 100 at the median: one more example moves the sum by far more than tau."""
 
@@ -100,6 +105,7 @@ def exact_quantile_not_private(effort: Effort) -> Outcome:  # noqa: ARG001  (exa
     "sigma-dp-convention",
     "sigma_DP is relative to the mean of the batch: an accountant's noise multiplier is B sigma_DP",
     "eq. 15; erratum B",
+    how="evaluated",
 )
 def sigma_dp_convention(effort: Effort) -> Outcome:
     """Measure the noise of (1/B) sum_j (g_j + z), one z a step, and compare with a step of the simulator."""

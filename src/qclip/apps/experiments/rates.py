@@ -246,7 +246,9 @@ def schedule_removes_bias(effort: Effort) -> Outcome:
     )
 
 
-@claim("log-factor", "The coupled schedule's bound is of order T^(-1/3), with no logarithm", "erratum J")
+@claim(
+    "log-factor", "The coupled schedule's bound is of order T^(-1/3), with no logarithm", "erratum J", how="evaluated"
+)
 def log_factor(effort: Effort) -> Outcome:
     """Multiply the bound by T^(1/3): the product grows with log T, unless gamma and p are constant."""
     a = theory.Assumptions(L=1, sigma=1, q=2, gap=1)

@@ -88,6 +88,7 @@ class ClaimResult:
             "id": self.claim.id,
             "claim": self.claim.statement,
             "equation": self.claim.equation,
+            "how": self.claim.how,
             "expected": self.outcome.expected,
             "measured": self.outcome.measured,
             "error": self.outcome.error,
@@ -195,10 +196,11 @@ def _report(rows: list[ClaimResult], quick: bool) -> str:
         f"formula, from its evaluation. <b>erratum</b> means that the printed text fails and our correction holds.</p>",
         f'<p class="facts">{escape(facts)}</p>',
         page.table(
-            ("verdict", "claim", "where", "seconds"),
+            ("verdict", "how", "claim", "where", "seconds"),
             (
                 (
                     page.tag(row.outcome.verdict),
+                    row.claim.how,
                     f'<a href="#{row.claim.id}"><code>{row.claim.id}</code></a><br>{escape(row.claim.statement)}',
                     escape(row.claim.equation),
                     f"{row.seconds:.1f}",
@@ -215,7 +217,7 @@ def _report(rows: list[ClaimResult], quick: bool) -> str:
                 [
                     ("where", row.claim.equation),
                     ("expected", row.outcome.expected),
-                    ("measured", row.outcome.measured),
+                    (row.claim.how, row.outcome.measured),
                     ("error", row.outcome.error),
                     ("took", f"{row.seconds:.1f} s"),
                 ]

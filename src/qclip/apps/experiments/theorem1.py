@@ -116,6 +116,7 @@ def corollary_bias_floor(effort: Effort) -> Outcome:
     "corollary-beta-tradeoff",
     "A larger beta shrinks the neighbourhood but lowers the largest step size",
     "Corollary 1, eqs. 9 and 11",
+    how="evaluated",
 )
 def corollary_beta_tradeoff(effort: Effort) -> Outcome:
     """Sweep beta at p = .8 and compare the best one with the choice of `bound`."""
@@ -150,7 +151,12 @@ def corollary_beta_tradeoff(effort: Effort) -> Outcome:
     )
 
 
-@claim("term2-direction", "More aggressive clipping (a smaller p) increases term 2", "after Corollary 1; erratum F")
+@claim(
+    "term2-direction",
+    "More aggressive clipping (a smaller p) increases term 2",
+    "after Corollary 1; erratum F",
+    how="evaluated",
+)
 def term2_direction(effort: Effort) -> Outcome:
     """Evaluate term 2 against p, and the clipped fraction at which terms 2 and 3 together are least."""
     a = theory.Assumptions(L=1, sigma=1, q=1.5, gap=1)

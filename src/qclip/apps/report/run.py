@@ -28,7 +28,7 @@ TERMS = {
     "optimisation": "the remaining distance from the start; shrinks with more and larger steps",
     "variance": "the noise of sampling and of privacy; shrinks with larger batches and smaller steps",
     "bias": "the bias of clipping; shrinks when fewer examples are clipped",
-    "total": "the sum",
+    "total": "the sum: it holds on average over runs",
 }
 
 
@@ -211,12 +211,16 @@ def _certificate(record: Record) -> Iterator[str]:
         yield caption(f"There is no certificate: {escape(str(refused))}")
         return
     yield caption(
-        "A bound on the squared norm of the true gradient, averaged over the steps and over runs; 0 is a stationary",
-        f"point. It holds with a confidence of {certificate.confidence:.0%} in the noisy fractions. It follows from",
-        "the thresholds recorded above and from the given smoothness, noise and gap of the problem, and is valid only",
-        "if these are correct.",
+        f"A bound on {escape(certificate.mean)}; at 0 the point is stationary. It follows from the thresholds and",
+        "fractions recorded above and from the given smoothness, noise and gap of the problem, and is valid only if",
+        f"these are correct. Theorem: {escape(certificate.theorem)} of the theory.",
     )
     rows = [(name, words.number(getattr(certificate, name)), text) for name, text in TERMS.items()]
+    if certificate.this_run is None:
+        rows.append(("this run", "none", "no theorem bounds a single run of this kind"))
+    else:
+        chance = f"holds with a probability of {certificate.confidence:.0%} for this run alone"
+        rows.append(("this run", words.number(certificate.this_run), chance))
     yield page.table(("term", "bound", "meaning"), rows)
 
 

@@ -88,7 +88,7 @@ class Settings:
         ThresholdName | None,
         _option(
             "{balanced,private-quantile,slack,histogram,geometric,constant,exact,rolling}",
-            "balanced; private-quantile with --p or --L",
+            "balanced; private-quantile with --p",
         ),
     ] = None
     """The threshold to clip at: a balance of noise and bias, a quantile, or a constant. Exact and rolling quantiles are
@@ -112,7 +112,7 @@ class Settings:
     """Write the training loss to metrics.jsonl; it is not private."""
 
     L: Annotated[float | None, tyro.conf.arg(name="L", metavar="FLOAT", help_behavior_hint="(default: none)")] = None
-    """Smoothness of the objective; with --sigma, --gap and --plain-steps, for the certificate of the run."""
+    """Smoothness of the objective; with --sigma, --gap and --lr, for the certificate of the run."""
     sigma: Annotated[float | None, _option("FLOAT")] = None
     """Bound on the q-th moment of the gradient noise, for the certificate."""
     gap: Annotated[float | None, _option("FLOAT")] = None
@@ -193,12 +193,12 @@ class Settings:
                 f"{flag(given[0])} was given without {missing[0]}; a certificate needs --L, --sigma and --gap (and --q "
                 "below 2 for heavy tails)"
             )
-        remedy = "the certificate is for plain SGD, clipped flat at a quantile; drop --L, --sigma and --gap otherwise"
+        remedy = "the certificate is for SGD, clipped flat at a threshold that counts; else drop --L, --sigma and --gap"
         for name, value, only in (("optimizer", self.optimizer, "sgd"), ("groups", self.groups, "flat")):
             if value not in (None, only):
                 raise check.refuse(flag(name), value, f"{only} with --L", remedy)
-        if self.threshold in ("constant", "balanced"):
-            raise check.refuse("--threshold", self.threshold, "a quantile with --L", remedy)
+        if self.threshold == "constant":
+            raise check.refuse("--threshold", self.threshold, "one that counts its clipped examples with --L", remedy)
         self.assumptions()
 
     def filled(self, task_defaults: Mapping[str, Any], examples: int, device: str) -> "Settings":
@@ -210,8 +210,7 @@ class Settings:
             device: The default device.
         """
         given = {key: value for key, value in asdict(self).items() if value is not None}
-        # p and the certificate need a quantile.
-        threshold = "balanced" if self.p is None and self.L is None else "private-quantile"
+        threshold = "balanced" if self.p is None else "private-quantile"
         common = {"data": "digits", "optimizer": "sgd", "threshold": threshold, "groups": "flat"}
         choices: dict[str, Any] = common | dict(task_defaults) | {"device": device, "delta": 1 / (10 * examples)}
         if self.noise_multiplier is None:

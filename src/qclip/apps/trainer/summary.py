@@ -3,8 +3,12 @@
 from qclip.apps.live_run import summary_of
 from qclip.apps.run_summary import Certificate, Summary
 from qclip.apps.trainer.run import TrainerRun
+from qclip.theory import Assumptions
 
 CONFIDENCE = 0.95
+UNKNOWN = "the smoothness, the gradient noise and the gap of the loss were not given (--L, --sigma, --gap)"
+HARMLESS = Assumptions(L=1e-9, sigma=1e-3, q=2, gap=1)
+"""Constants with which a run is refused for what it lacks itself, and not for its step sizes."""
 
 
 def summarise(run: TrainerRun, *, exact: bool) -> Summary:
@@ -30,12 +34,22 @@ def summarise(run: TrainerRun, *, exact: bool) -> Summary:
 
 
 def _certificate(run: TrainerRun) -> tuple[Certificate | None, str | None]:
-    """Return the certificate where it was requested, or the reason why the theorem does not cover the run."""
+    """Return the certificate, or the reason why there is none: the constants of the loss, or what the run lacks."""
     assumptions = run.settings.assumptions()
-    if assumptions is None:
-        return None, None
     try:
-        bound = run.training.certificate(assumptions, CONFIDENCE)
+        found = run.training.certificate(assumptions or HARMLESS, CONFIDENCE)
     except ValueError as error:  # the run is finished and paid for, with or without a certificate
-        return None, str(error)
-    return Certificate(bound.total, bound.optimisation, bound.variance, bound.bias, CONFIDENCE), None
+        return None, str(error) if assumptions else f"{UNKNOWN}; and {error}"
+    if assumptions is None:
+        return None, UNKNOWN
+    certificate = Certificate(
+        total=found.total,
+        optimisation=found.optimisation,
+        variance=found.variance,
+        bias=found.bias,
+        this_run=None if found.this_run is None else found.this_run.total,
+        confidence=CONFIDENCE,
+        theorem=found.theorem,
+        mean=found.mean,
+    )
+    return certificate, None

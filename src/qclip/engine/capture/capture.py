@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from qclip.engine.capture.faults import CORRECTED
 from qclip.engine.capture.invocation import Invocation, opened
+from qclip.engine.capture.origins import Origins
 from qclip.engine.capture.overrides import Overrides
 from qclip.engine.capture.routing import ROUTING, moved_dimensions
 from qclip.engine.gradients import rules
@@ -28,9 +29,23 @@ from qclip.engine.randomness import RandomState
 
 _PART_OF_A_KIND = (int, str, NoneType, EllipsisType, torch.dtype, torch.device, torch.layout, torch.memory_format)
 """Arguments that are the same in all passes of a kind, or do not matter; of floats only whether they are zero."""
+Observe = Callable[[int, Tensor, Tensor | None], None]
+"""Called with the index of a site, its first output, and the order that puts its rows back if data moved them."""
 Calls = list[tuple[Callable[..., Any], "bool | Callable[..., Any]"]]
 """Torch functions in the order of their calls, each with whether it is a site, or with the function that runs in its
 place and makes the calls that follow."""
+
+
+class RecordedCall(NamedTuple):
+    """The facts of a call that decide, with those of all others, which forward passes are of one kind."""
+
+    function: Callable[..., Any]
+    shapes: tuple[torch.Size, ...]
+    """Of its results."""
+    integers: tuple[int, ...]
+    """Of its arguments."""
+    others: tuple[Any, ...]
+    """Its other arguments that matter."""
 
 
 class _Inputs(NamedTuple):
@@ -64,7 +79,7 @@ class Capture(TorchFunctionMode):
         broadcasts: Ordinals of the parameter-only calls that give every example a row; None to guess by shapes.
         not_broadcasts: Ordinals of those that look as if they did, and do not.
         keep_values: Whether sites keep a copy of their first output.
-        observe: Called with the index and the first output of every site.
+        observe: Called with the index, the first output and the order of every site.
         overrides: Runs the functions of a forward pass that is traced for a compiled step; None for an eager one.
     """
 
@@ -78,17 +93,21 @@ class Capture(TorchFunctionMode):
         broadcasts: Collection[int] | None = None,
         not_broadcasts: Collection[int] = (),
         keep_values: bool = False,
-        observe: Callable[[int, Tensor], None] | None = None,
+        observe: Observe | None = None,
         overrides: Overrides | None = None,
     ) -> None:
         super().__init__()
         self.sites: list[Site] = []
         self.calls: Calls = []
         """The calls, as `qclip.engine.capture.repeat` follows them."""
+        self.record: list[RecordedCall] = []
+        """The calls that returned tensors, in order, for comparisons with another batch size."""
         self.fingerprint = 0
         """Hash of every call: its function, shapes and integers; the same for every batch size."""
         self.routed_by = ""
         """The first call in which data decide where rows go, along a dimension that may hold examples; in words."""
+        self.origins = Origins(batch_size)
+        """Where rows came from that data have moved."""
         self.parameters = parameters  # tensors are kept alive so that their ids stay theirs
         self.not_broadcasts = not_broadcasts
         self._broadcasts = broadcasts
@@ -145,6 +164,7 @@ class Capture(TorchFunctionMode):
     def _run_without_parameters(self, call: Invocation) -> Any:
         result, results = self._run(call)
         self._note_constants(call, results)
+        self._follow_rows(call, results)
         self._note_call(call, results)
         return result
 
@@ -159,6 +179,7 @@ class Capture(TorchFunctionMode):
     def _run_with_parameters(self, call: Invocation, entry: rules.Entry | None, *, note: str = "") -> Any:
         inputs = self._classified(call, entry)._replace(note=note)
         result, results = self._run(call)
+        self._follow_rows(call, results)
         self._record(call, inputs, outputs_of(call, results), results)
         self._note_call(call, results)
         return result
@@ -235,8 +256,9 @@ class Capture(TorchFunctionMode):
         """Return whether data decide where rows go, along a dimension that may hold examples."""
         if call.function is Tensor.__setitem__ and not any(map(self._is_data, tensors(call.args[2]))):
             return False  # every row stays with its example, wherever something else is written over it
+        written = call.in_place and any(map(self._is_data, call.tensors[1:]))
         return any(
-            self._is_data(rows)
+            (self._is_data(rows) or written)
             and (id(index) not in self._constants or id(index) in self._passing)
             and any(self._may_hold_examples(rows.shape[dim], dim) for dim in dims)
             for rows, index, dims in moved_dimensions(call)
@@ -282,8 +304,9 @@ class Capture(TorchFunctionMode):
 
     def _record_site(self, inputs: _Inputs, outputs: tuple[Output, ...], results: Sequence[Tensor]) -> None:
         first = results[outputs[0].position].detach()
+        order = self.origins.order(results[outputs[0].position])
         if self._observe is not None:
-            self._observe(len(self.sites), first)
+            self._observe(len(self.sites), first, order)
         site = Site(
             inputs.call,
             inputs.entry,
@@ -294,6 +317,7 @@ class Capture(TorchFunctionMode):
             value=first.clone() if self._keep_values else None,
             broadcast_index=None if inputs.has_data else self._num_shared - 1,
             note=inputs.note,
+            order=order,
         )
         self.sites.append(site)
         self.calls[-1] = inputs.call.function, True
@@ -328,19 +352,28 @@ class Capture(TorchFunctionMode):
         self._fixed.discard(id(x))
         self._passing.discard(id(x))
 
+    def _follow_rows(self, call: Invocation, results: Sequence[Tensor]) -> None:
+        """Notice whether data move rows, and where these go."""
+        moves = call.function in ROUTING and self._moves_examples(call)
+        if moves and not self.routed_by:
+            shape = list(call.tensors[0].shape)
+            self.routed_by = f"{resolve_name(call.function) or call.function.__name__} of a tensor of shape {shape}"
+        if self._overrides is None and (outcome := self.origins.follow(call, results, self._is_data, moves=moves)):
+            self.fingerprint = hash((self.fingerprint, outcome))
+
     def _note_call(self, call: Invocation, results: Sequence[Tensor]) -> None:
-        """Add a call to the fingerprint, and notice whether data move rows."""
+        """Add a call to the fingerprint."""
         if not results and not call.in_place:
             return
-        shapes = tuple(relative(x.shape, self._batch_size) for x in results)
-        integers = relative([x for x in call.scalars if isinstance(x, int)], self._batch_size)
+        shapes = tuple(x.shape for x in results)
+        integers = tuple(x for x in call.scalars if isinstance(x, int))
         arrays = tuple(x.tobytes() for x in call.scalars if isinstance(x, np.ndarray) and x.dtype.kind in "iub")
         # Of floats only whether they are zero: a term that is switched on makes another kind of pass.
         others = tuple(bool(x) if isinstance(x, float) else x for x in call.scalars if isinstance(x, (float, str)))
-        self.fingerprint = hash((self.fingerprint, call.function, shapes, integers, arrays, others))
-        if not self.routed_by and call.function in ROUTING and self._moves_examples(call):
-            shape = list(call.tensors[0].shape)
-            self.routed_by = f"{resolve_name(call.function) or call.function.__name__} of a tensor of shape {shape}"
+        self.record.append(RecordedCall(call.function, shapes, integers, (*arrays, *others)))
+        relative_shapes = tuple(relative(shape, self._batch_size) for shape in shapes)
+        relative_integers = relative(integers, self._batch_size)
+        self.fingerprint = hash((self.fingerprint, call.function, relative_shapes, relative_integers, arrays, others))
 
 
 def outputs_of(call: Invocation, results: Sequence[Tensor]) -> tuple[Output, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qclip.engine.capture.capture import Calls, Capture, outputs_of
+from qclip.engine.capture.capture import Calls, Capture, Observe, outputs_of
 from qclip.engine.capture.checks import State
 from qclip.engine.capture.faults import CORRECTED
 from qclip.engine.capture.invocation import Invocation
@@ -43,6 +43,8 @@ class RepeatedSite:
 
     name: str
     outputs: tuple[Output, ...]
+    order: None = None
+    """A pass in which data move rows is not repeated."""
 
     def __str__(self) -> str:
         return self.name
@@ -61,7 +63,7 @@ class Repeat(TorchFunctionMode):
         self,
         script: Script,
         parameters: Mapping[str, Tensor],
-        observe: Callable[[int, Tensor], None] | None = None,
+        observe: Observe | None = None,
     ) -> None:
         super().__init__()
         self.sites: list[RepeatedSite] = []
@@ -96,7 +98,7 @@ class Repeat(TorchFunctionMode):
         if not outputs:
             raise OtherCalls
         if self._observe is not None:
-            self._observe(len(self.sites), results[outputs[0].position].detach())
+            self._observe(len(self.sites), results[outputs[0].position].detach(), None)
         self.sites.append(RepeatedSite(self._names[len(self.sites)], outputs))
 
     def require_same(self) -> None:

@@ -367,7 +367,7 @@ def _obstacle(plan: Plan, *, routes: bool) -> str | None:
     if plan.one_by_one is not None:
         return f"examples are run one at a time: {plan.why}"
     if routes:
-        return "data decide which rows of the batch go where, so ownership is proven at every step"
+        return "data decide which rows of the batch go where"
     if not plan.proven or plan.silent:
         return UNPROVEN
     if plan.whole:

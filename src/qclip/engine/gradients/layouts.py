@@ -5,7 +5,7 @@ only see that view, so a time-first or flattened model needs no code of its own.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,7 +59,37 @@ class Single:
         return x.unsqueeze(0)
 
 
-Layout = Axis | Flat | Single
+@dataclass(frozen=True)
+class Routed:
+    """The first dimension holds several rows of every example, moved to where data decided."""
+
+    rows: int
+    """The number of rows of each example."""
+    order: Tensor = field(compare=False)
+    """Indices that put the rows back, example by example; others at every pass."""
+
+    def holds(self, x: Tensor, batch_size: int) -> bool:
+        """Return whether the tensor has this many rows per example."""
+        return x.dim() > 0 and x.shape[0] == batch_size * self.rows
+
+    def by_example(self, x: Tensor, batch_size: int) -> Tensor:
+        """Return a copy [B, rows, ...]."""
+        return x[self.order].unflatten(0, (batch_size, self.rows))
+
+
+Layout = Axis | Flat | Single | Routed
+
+
+def placed(layout: Layout, length: int, order: Tensor | None, batch_size: int) -> Layout:
+    """Return a layout of another pass for a tensor whose rows an order puts back; without one they are in place."""
+    if isinstance(layout, Single) or (order is None and not isinstance(layout, Routed)):
+        return layout
+    return Flat(length // batch_size) if order is None else Routed(length // batch_size, order)
+
+
+def is_interleaved(layout: Layout) -> bool:
+    """Return whether rows of other examples lie between those of one."""
+    return isinstance(layout, Flat) and layout.interleaved
 
 
 def relative(lengths: Iterable[int], batch_size: int) -> tuple[Any, ...]:
@@ -75,10 +105,19 @@ def relative(lengths: Iterable[int], batch_size: int) -> tuple[Any, ...]:
     return tuple(("batch", k // batch_size) if k and k % batch_size == 0 else k for k in lengths)
 
 
-def candidates(shape: torch.Size, batch_size: int) -> Iterator[Layout]:
-    """Yield every layout that the sizes admit, the most usual first; `qclip.engine.proof.proof` decides among them."""
+def candidates(shape: torch.Size, batch_size: int, order: Tensor | None = None) -> Iterator[Layout]:
+    """Yield every layout that the sizes admit, the most usual first; `qclip.engine.proof.proof` decides among them.
+
+    Args:
+        shape: The shape of the output of a site.
+        batch_size: B.
+        order: Where data have moved rows: the indices that put them back.
+    """
     if batch_size == 1:
         yield Single()
+        return
+    if order is not None:
+        yield Routed(len(order) // batch_size, order)
         return
     for axis, length in enumerate(shape):
         if length == batch_size:

@@ -86,10 +86,11 @@ def gradient_forms(site: Site, plan: SitePlan, grads: Sequence[Tensor], batch_si
         grads: The gradients of its outputs.
         batch_size: B.
     """
+    layout = site.placed(plan.layout, batch_size)
     if plan.by_rule:
-        return _rule_forms(site, plan.layout, grads[0], batch_size)
-    carrying = fallback.carriers(site.call, plan.layout, batch_size, plan.dims)
-    gradients = fallback.site_gradients(site, plan.layout, grads, carrying, batch_size)
+        return _rule_forms(site, layout, grads[0], batch_size)
+    carrying = fallback.carriers(site.call, layout, batch_size, plan.dims)
+    gradients = fallback.site_gradients(site, layout, grads, carrying, batch_size)
     return {key: Dense(gradient) for key, gradient in gradients.items()}
 
 

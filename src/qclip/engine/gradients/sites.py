@@ -17,6 +17,7 @@ from torch.overrides import resolve_name
 
 from qclip._validate import Refusal
 from qclip.engine.gradients import rules
+from qclip.engine.gradients.layouts import Layout, placed
 from qclip.engine.randomness import RandomState
 
 
@@ -104,11 +105,17 @@ class Site:
     """Ordinal among the parameter-only calls, of one that gives every example a row; None for ordinary sites."""
     note: str = ""
     """Why no rule fits the call, if that is known."""
+    order: Tensor | None = None
+    """Indices that put the rows of its output back, example by example, where data have moved them."""
 
     @property
     def parameters(self) -> list[str]:
         """The names of the parameters that it consumes, sorted."""
         return self.call.parameters
+
+    def placed(self, layout: Layout, batch_size: int) -> Layout:
+        """Return a layout of another pass of the same kind, with the order of the rows in this one."""
+        return placed(layout, self.outputs[0].shape[0], self.order, batch_size)
 
     def __str__(self) -> str:
         return str(self.call)

@@ -24,8 +24,8 @@ from qclip._validate import Refusal
 from qclip.engine import batch as batches
 from qclip.engine.capture.capture import Capture
 from qclip.engine.capture.repeat import Script
-from qclip.engine.gradients.layouts import Layout, Single, candidates
-from qclip.engine.gradients.plan import Plan, plan_site, signature
+from qclip.engine.gradients.layouts import Layout, Single, candidates, is_interleaved, placed
+from qclip.engine.gradients.plan import Plan, SitePlan, plan_site, signature
 from qclip.engine.gradients.sites import Site
 from qclip.engine.proof.separation import Mixing, mixing, replacement, require_separation, separating_subsets
 from qclip.engine.proof.traces import Repetition, Rerun, SitePlans, Traces, Trial
@@ -41,8 +41,8 @@ PROOFS: Final = frozenset({0, 1, *(16**k - 1 for k in range(1, 12))})
 """A kind of forward pass is proven after this many uses: at the 1st, 2nd, 16th, 256th... of them."""
 _NOT_FINITE: Final = "no example has a finite gradient"
 SAME_WAY: Final = (
-    "Let all rows go through the same functions, with zero weights where they are not wanted; models of transformers "
-    'with experts do so after model.set_experts_implementation("batched_mm")'
+    "Let all rows go through the same functions, with zero weights where they are not wanted, or sorted by expert "
+    'through torch.nn.functional.grouped_mm; models of transformers do so with set_experts_implementation("grouped_mm")'
 )
 """The remedy where data route rows."""
 
@@ -157,7 +157,7 @@ def _plan(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subj
         sites = zip(capture.sites, plans, strict=True)
         used = tuple(None if whole.issuperset(site.parameters) else fitting[0] for site, fitting in sites)
         open_sites = [capture.sites[k] for k in sorted(ambiguous) if k in undecidable or len(plans[k]) > 1]
-        doubt = _doubt(capture, open_sites) if healthy else _NOT_FINITE
+        doubt = _doubt(capture, used, open_sites) if healthy else _NOT_FINITE
         return Plan(used, whole, reasons, doubt, frozenset(silent))
 
     first, wrong_totals = planned(), None
@@ -183,9 +183,10 @@ def _plan(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subj
     return plan
 
 
-def _doubt(capture: Capture, ambiguous: Sequence[Site]) -> str:
+def _doubt(capture: Capture, used: Sequence[SitePlan | None], ambiguous: Sequence[Site]) -> str:
     """Return why the owners of the rows may be others in the next batch, or an empty string."""
-    if capture.routes:
+    interleaved = any(how is not None and is_interleaved(how.layout) for how in used)
+    if capture.routes and (capture.origins.lost or interleaved):
         return f"data decide which rows go where, at {capture.routed_by}"
     more = f", and {len(ambiguous) - 1} more" if len(ambiguous) > 1 else ""
     return f"more than one layout fits {ambiguous[0]}{more}" if ambiguous else ""
@@ -277,7 +278,7 @@ def _healthy(subject: Subject) -> tuple[Subject, Trial, list[list[Tensor | None]
 
 def _owners(trial: Repetition, batch_size: int) -> tuple[list[list[Layout]], list[bool]]:
     """Return, for each site, the layouts that pass the proof of ownership, and whether it had any gradient."""
-    layouts = [list(candidates(site.outputs[0].shape, batch_size)) for site in trial.capture.sites]
+    layouts = [list(candidates(site.outputs[0].shape, batch_size, site.order)) for site in trial.capture.sites]
     has_gradient = [False] * len(layouts)
     for weights in separating_subsets(batch_size, trial.losses):
         for k, grads in enumerate(trial.gradients(weights, retain_graph=True)):
@@ -314,8 +315,9 @@ def require_owners(run: Repetition, plan: Plan) -> None:
         for site, how, grads in zip(run.capture.sites, plan.sites, site_grads, strict=True):
             if how is None:
                 continue
+            layout = placed(how.layout, site.outputs[0].shape[0], site.order, batch_size)
             for grad in (grad for grad in grads if grad is not None):
-                rows = how.layout.by_example(grad, batch_size)[is_left_out].flatten(1)
+                rows = layout.by_example(grad, batch_size)[is_left_out].flatten(1)
                 if bool(((rows != 0) & (rows.isfinite() | is_finite[is_left_out, None])).any()):
                     raise _routed(site)
 

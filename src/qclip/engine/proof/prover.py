@@ -1,7 +1,7 @@
 """The prover: reruns a captured forward pass in all the ways that a proof needs, and returns a plan."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, Protocol
@@ -13,24 +13,26 @@ from torch.utils import _pytree as pytree
 from qclip._validate import Refusal
 from qclip.engine import batch as batches
 from qclip.engine.capture import checks
-from qclip.engine.capture.capture import Capture
+from qclip.engine.capture.capture import Capture, Observe
 from qclip.engine.capture.checks import Evaluate
 from qclip.engine.capture.repeat import OtherCalls, Repeat, Script
 from qclip.engine.gradients.forms import Dense
 from qclip.engine.gradients.parts import Part, Parts
 from qclip.engine.gradients.plan import OneByOne, Plan
+from qclip.engine.proof.few import NUM_PROVEN, WORTH_IT, norms_by_parameter, require_separate_halves, same_calls
 from qclip.engine.proof.perturbation import movable, perturbed
 from qclip.engine.proof.precision import at_least
 from qclip.engine.proof.proof import (
     ROUGH_TOLERANCE,
     TOLERANCE,
+    NotBroadcast,
     NotTogether,
     Subject,
     prove,
     require_owners,
     require_separation_in_float32,
 )
-from qclip.engine.proof.separation import Mixing, replacement
+from qclip.engine.proof.separation import Mixing, replacement, require_rows_in_bags
 from qclip.engine.proof.totals import is_rough, plain_gradients, require_totals
 from qclip.engine.proof.traces import Repetition, Trial
 from qclip.engine.randomness import NoDropout, RandomState, drawn_call_by_call
@@ -69,14 +71,14 @@ class Provable(Protocol):
         /,
         *,
         keep_values: bool = ...,
-        observe: Callable[[int, Tensor], None] | None = ...,
+        observe: Observe | None = ...,
         proving: bool = ...,
     ) -> Any:
         """Run the evaluation and capture every use of a parameter."""
         ...
 
     def repeat(
-        self, evaluate: Evaluate, batch: Any, script: Script, observe: Callable[[int, Tensor], None] | None, /
+        self, evaluate: Evaluate, batch: Any, script: Script, observe: Observe | None, /
     ) -> tuple[Repeat, Tensor]:
         """Run the evaluation again, where it makes the same calls as before."""
         ...
@@ -109,8 +111,11 @@ class Prover:
         self._fingerprints: set[int] = set()
         self._unseen: list[str] = []
 
-    def prove(self) -> Plan:
+    def prove(self, *, on_few: bool = False) -> Plan:
         """Return a plan for the run.
+
+        Args:
+            on_few: Whether a proof on a few examples may do, because these calls were proven before, with other sizes.
 
         Buffers and frozen parameters are perturbed like the parameters, so that the plan holds for other values of
         them. Where that is impossible, or changes what the model does, the plan holds for their present values.
@@ -121,14 +126,63 @@ class Prover:
         Raises:
             Refusal: The run cannot be proven.
         """
+        plan = self._on_few() if on_few else None
+        if plan is not None:
+            return plan
         try:
             return self._together()
         except NotTogether as refusal:
             return self._one_by_one(refusal)
         except Mixing as refusal:
+            require_rows_in_bags(self._run.capture.sites, self._batch)
             if not (self.draws and self._run.capture.routes):
                 raise
             return self._one_by_one(refusal)
+
+    def _on_few(self) -> Plan | None:
+        """Return a plan that is proven on a few examples, if all of them make the same calls and agree with it.
+
+        On all of them the gradients must add up to autograd's, and must not change where others are replaced. Whatever
+        is in doubt is left to a proof on all examples.
+        """
+        engine, run = self._engine, self._run
+        if run.batch_size < WORTH_IT or run.capture.routes or not engine.sharding.runs_alone:
+            return None
+        if engine.data_independent_buffers:
+            return None  # they move in every run
+        few_batch = batches.select(self._batch, slice(NUM_PROVEN), run.batch_size)
+        try:
+            with run.random_state.replayed():
+                few = engine.record(self._evaluate, few_batch, NUM_PROVEN, proving=True)
+            if not same_calls(few.capture, run.capture, NUM_PROVEN, run.batch_size):
+                return None
+            prover = Prover(engine, few, self._evaluate, few_batch)
+            plan = prover._together()
+            self.draws |= prover.draws
+            if not plan.proven or plan.silent or plan.whole:
+                return None
+            with perturbed(engine.parameters.values()):
+                self._require_agreement(plan)
+        except (Refusal, NotBroadcast, *CALLS_FOR_REFUSAL):
+            return None
+        return plan
+
+    def _require_agreement(self, plan: Plan) -> None:
+        """Refuse a plan that was proven on a few examples if the whole batch contradicts it."""
+        engine, run = self._engine, self._run
+        everyone = torch.ones(run.batch_size, dtype=torch.bool, device=run.losses.device)
+
+        def observe(batch: Any) -> tuple[Tensor, Tensor]:
+            with run.random_state.replayed():
+                again = engine.record(self._evaluate, batch, run.batch_size)
+            expected = plain_gradients(again.losses, engine.parameters) if batch is self._batch else None
+            parts = engine.collect(again, plan, everyone, self._evaluate, batch)
+            if expected is not None:
+                require_totals(parts, expected, again.capture.sites, engine.parameters, run.batch_size)
+            return again.losses.detach(), norms_by_parameter(parts)
+
+        rough = any(map(is_rough, run.capture.sites))
+        require_separate_halves(observe, self._batch, run.batch_size, ROUGH_TOLERANCE if rough else TOLERANCE)
 
     def _together(self) -> Plan:
         constants = self._run.state.constants
@@ -311,7 +365,7 @@ class Prover:
         batch_size: int,
         *,
         script: Script | None = None,
-        observe: Callable[[int, Tensor], None] | None = None,
+        observe: Observe | None = None,
     ) -> Repetition:
         if script is not None:
             try:
@@ -330,7 +384,7 @@ class Prover:
             again = self._engine.record(self._evaluate, batch, batch_size, keep_values=True, proving=True)
         self._fingerprints.add(again.capture.fingerprint)
         repetition = self._repetition(again.capture, again.losses, batch_size, draws)
-        script = Script.of(again.capture, again.state)
+        script = None if again.capture.routes else Script.of(again.capture, again.state)
         return Trial(again.capture, again.losses, repetition.random, script, can_grow=bool(growing))
 
     @contextmanager

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qclip.engine.capture.capture import Capture
 from qclip.engine.capture.repeat import Repeat, Script
-from qclip.engine.gradients.layouts import Axis, Layout
+from qclip.engine.gradients.layouts import Axis, Layout, placed
 from qclip.engine.gradients.plan import SitePlan
 from qclip.engine.gradients.sites import output_gradients
 
@@ -47,8 +47,8 @@ class Trial(Repetition):
     """The first run of a proof: captured, with the values of its sites."""
 
     capture: Capture
-    script: Script
-    """To repeat it."""
+    script: Script | None
+    """To repeat it, unless data move rows, and others in another run."""
     can_grow: bool
     """Whether inputs of the model can be enlarged."""
 
@@ -88,7 +88,11 @@ class Traces:
             script: A run that makes the same calls, most likely.
         """
         traces = Traces(plans, batch_size)
-        again = rerun(batch, batch_size, script=script, observe=lambda k, value: traces._add(traces.values, k, value))
+
+        def observe(k: int, value: Tensor, order: Tensor | None) -> None:
+            traces._add(traces.values, k, value, order)
+
+        again = rerun(batch, batch_size, script=script, observe=observe)
         traces._finish(again, again.gradients(torch.ones_like(again.losses)))
         return traces
 
@@ -104,7 +108,7 @@ class Traces:
         traces = Traces(plans, len(trial.losses))
         for k, site in enumerate(trial.capture.sites):
             assert site.value is not None
-            traces._add(traces.values, k, site.value)
+            traces._add(traces.values, k, site.value, site.order)
         traces._finish(trial, grads)
         return traces
 
@@ -114,14 +118,15 @@ class Traces:
         self.sites = [str(site) for site in run.capture.sites]
         for k, (grad, *_) in enumerate(grads):
             if grad is not None:
-                self._add(self.grads, k, grad.detach())
+                self._add(self.grads, k, grad.detach(), run.capture.sites[k].order)
 
-    def _add(self, projections: Projections, k: int, x: Tensor) -> None:
+    def _add(self, projections: Projections, k: int, x: Tensor, order: Tensor | None) -> None:
         for plan in self.plans[k] if k < len(self.plans) else ():
             if plan.layout.holds(x, self.batch_size) and (x.is_floating_point() or x.is_complex()):
                 self.rough |= x.dtype in (torch.bfloat16, torch.float16)
-                in_front = plan.layout == _USUAL  # and then a view of the examples would take time for nothing
-                rows = x if in_front else plan.layout.by_example(x, self.batch_size)
+                in_front = plan.layout == _USUAL and order is None  # a view of the examples would take time for nothing
+                layout = placed(plan.layout, len(x), order, self.batch_size) if x.dim() else plan.layout
+                rows = x if in_front else layout.by_example(x, self.batch_size)
                 projections[k, plan.layout] = project(rows)
 
     def compare(

@@ -24,6 +24,7 @@ except ModuleNotFoundError as missing:
 __all__ = [
     "FixedLength",
     "PrivateTrainer",
+    "bucketed_lengths",
     "causal_lm_loss",
     "classification_loss",
     "fixed_length",
@@ -32,6 +33,8 @@ __all__ = [
     "token_classification_loss",
 ]
 
+LABELS = {"label": "labels", "label_ids": "labels"}
+"""Names of labels in data sets, and in batches: the collate functions of `transformers` rename them, too."""
 IGNORED = -100
 """The label of positions that do not count."""
 
@@ -126,7 +129,7 @@ def question_answering_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class FixedLength:
-    """A collate function that pads or truncates every example to a public length; made by `fixed_length`."""
+    """A collate function that pads or truncates to public lengths; made by `fixed_length` or `bucketed_lengths`."""
 
     pad_id: int
     lengths: tuple[int, ...]
@@ -144,7 +147,7 @@ class FixedLength:
 
     def _parts(self, example: Any) -> dict[str, Tensor]:
         given = example if isinstance(example, Mapping) else {"input_ids": example}
-        parts = {name: _tensor(name, value) for name, value in given.items()}
+        parts = {LABELS.get(name, name): _tensor(name, value) for name, value in given.items()}
         ids = parts["input_ids"]
         if ids.dim() != 1:
             raise check.Refusal(
@@ -164,9 +167,7 @@ class FixedLength:
         return F.pad(part[:length], (0, max(length - len(part), 0)), value=padding)
 
 
-def fixed_length(
-    tokenizer_or_pad_id: Any, length: int | Sequence[int], *, label_length: int | None = None
-) -> FixedLength:
+def fixed_length(tokenizer_or_pad_id: Any, length: int, *, label_length: int | None = None) -> FixedLength:
     """Return a collate function that pads or truncates every example at its end to ``length`` tokens.
 
     >>> batch = fixed_length(0, 4)([[5, 6, 7], [5, 6, 7, 8, 9]])
@@ -177,22 +178,47 @@ def fixed_length(
 
     - Fixed shapes are proven once and compiled once; a batch padded to its own longest text has a new shape nearly
       every time.
-    - Of several lengths a batch takes the shortest that holds all of it, or the longest of them. Each is proven and
-      compiled by itself. The model must then mask padding exactly, since the longest text decides about the others.
     - Examples are lists of ids, or mappings with ``input_ids`` and anything else that has one integer per token.
     - Padding has attention 0 and label -100. Without labels the ids become the labels, as causal language models
-      expect. One label per example, and vectors of floats, stay unchanged.
+      expect. One label per example (``label`` becomes ``labels``), and vectors of floats, stay unchanged.
 
     Args:
         tokenizer_or_pad_id: A tokenizer with a padding token, or the id to pad with. Padding is masked, so any id will
             do, except for classifiers on top of a decoder, which look for the last token that is not the model's
             padding.
-        length: One public length, or several: chosen without looking at the texts, or from public knowledge of them.
+        length: A public length: chosen without looking at the texts, or from public knowledge of them.
         label_length: Length of the labels, where they are a text of their own (`seq2seq_loss`); ``length`` when left
             out.
 
     Raises:
         Refusal: The tokenizer has no padding token, or a length is not positive.
+    """
+    if isinstance(length, Sequence):
+        raise check.Refusal(f"length = {length!r} is not one number; bucketed_lengths({length!r}) takes several")
+    return bucketed_lengths([length], tokenizer_or_pad_id, label_length=label_length)
+
+
+def bucketed_lengths(
+    lengths: Sequence[int], tokenizer_or_pad_id: Any = 0, *, label_length: int | None = None
+) -> FixedLength:
+    """Return a collate function that pads a batch to the shortest of some public lengths that holds all its texts.
+
+    >>> collate = bucketed_lengths([2, 4])
+    >>> collate([[5], [5, 6]])["input_ids"].tolist(), collate([[5], [5, 6, 7]])["input_ids"].tolist()
+    ([[5, 0], [5, 6]], [[5, 0, 0, 0], [5, 6, 7, 0]])
+
+    - Short batches cost less than with `fixed_length`, and there are only so many shapes to prove and to compile.
+    - The longest text of a batch decides how far the others are padded. That is private only where padding changes
+      nothing: every run proves it on its batches, and refuses a model that sees its padding.
+    - Texts beyond the longest length are cut off. Everything else is as in `fixed_length`.
+
+    Args:
+        lengths: Public lengths: chosen without looking at the texts, or from public knowledge of them.
+        tokenizer_or_pad_id: A tokenizer with a padding token, or the id to pad with (`fixed_length`).
+        label_length: Length of the labels, where they are a text of their own.
+
+    Raises:
+        Refusal: The tokenizer has no padding token, there are no lengths, or one is not positive.
     """
     pad_id = tokenizer_or_pad_id if isinstance(tokenizer_or_pad_id, int) else tokenizer_or_pad_id.pad_token_id
     if pad_id is None:
@@ -200,14 +226,11 @@ def fixed_length(
             "tokenizer.pad_token_id is None; pass an id instead, such as tokenizer.eos_token_id: padding is masked"
         )
     pad_id = check.count("pad_id", pad_id, "it is the id of a token", least=0)
-    given = [length] if isinstance(length, int) else list(length)
-    if not given:
-        raise check.Refusal(
-            f"length = {length!r} is empty; pass one number of tokens or several, such as [64, 128, 256]"
-        )
-    lengths = sorted({check.count("length", each, "it is the number of tokens of every example") for each in given})
+    if len(lengths) == 0:
+        raise check.Refusal("lengths = [] is empty; pass one number of tokens or several, such as [32, 64, 128]")
+    ascending = sorted({check.count("length", each, "it is the number of tokens of every example") for each in lengths})
     label_length = None if label_length is None else check.count("label_length", label_length)
-    return FixedLength(pad_id, tuple(lengths), label_length)
+    return FixedLength(pad_id, tuple(ascending), label_length)
 
 
 def _tensor(name: str, value: Any) -> Tensor:

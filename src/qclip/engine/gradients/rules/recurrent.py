@@ -104,7 +104,7 @@ def _cell(step: Cell) -> Callable[..., Any]:
     return call
 
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+RECURRENT: dict[Any, Callable[..., Any]] = {
     torch.lstm: _lstm,
     torch.gru: _single_state(_gru_step),
     torch.rnn_tanh: _single_state(_rnn_step(torch.tanh)),
