@@ -150,7 +150,7 @@ def canaries(scope: Scope, say: Say) -> Iterator[Row]:
             "holds" if holds else "fails",
             epsilon,
             round(bound, 4),
-            f"{bound:.2f} of {epsilon:g} shown ({bound / epsilon:.0%}); without an assumption "
+            f"at least {bound:.2f} of {epsilon:g} ({bound / epsilon:.0%}); without an assumption "
             f"{seen.clopper_pearson:.2f}, where so many runs can show {seen.most:.2f}",
             {
                 "share": bound / epsilon,
@@ -176,8 +176,8 @@ def one_runs(scope: Scope, say: Say) -> Iterator[Row]:
             "holds" if seen.holds else "fails",
             epsilon,
             round(seen.lower_bound, 4),
-            f"{seen.lower_bound:.2f} of {epsilon:g} shown ({seen.lower_bound / epsilon:.0%}) by {seen.correct} right "
-            f"guesses of {seen.guesses}; without an assumption {seen.any_mechanism:.2f}",
+            f"at least {seen.lower_bound:.2f} of {epsilon:g} ({seen.lower_bound / epsilon:.0%}) by {seen.correct} "
+            f"right guesses of {seen.guesses}; without an assumption {seen.any_mechanism:.2f}",
             {
                 "share": seen.lower_bound / epsilon,
                 "any_mechanism": seen.any_mechanism,
