@@ -119,7 +119,7 @@ REFUSED = {
 
 def rows():
     """The rows of the page: what, the words of the refusal, and what to do instead."""
-    (section,) = re.findall(r"## What is not supported\n(.*?)\n## ", PAGE, re.DOTALL)
+    (section,) = re.findall(r"## What is not supported\n(.*?)(?:\n## |\Z)", PAGE, re.DOTALL)
     lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
     return {what: words.strip("`") for what, words, _ in lines[1:]}
 
