@@ -1,6 +1,7 @@
 """The eager driver: one forward pass, one backward pass to the sites, norms, clip factors, sums."""
 
 import logging
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,6 +57,12 @@ _OFTEN = 3
 _WAKES = 3
 """After how many proofs because of a gradient that was zero before the user is warned."""
 _MOST_PLANS = 256
+_PATIENCE = 2.0
+"""A first proof that takes fewer seconds is not mentioned."""
+_FIRST_PROOF = (
+    "proving that the first batch does not mix examples took %.0f s; so it will at the second and the sixteenth of its "
+    "kind, while other steps are fast"
+)
 _SAID = 3
 """How many new shapes are mentioned; the last time with a hint."""
 _HINT = (
@@ -540,11 +547,13 @@ class Engine:
         prover = Prover(self, run, evaluate, batch)
         buffers = self._declared_buffers()
         calls = hash(tuple(call.function for call in run.capture.record))
-        on_few = self._proofs_of_calls[calls] >= _OF_ALL_EXAMPLES
+        on_few, started = self._proofs_of_calls[calls] >= _OF_ALL_EXAMPLES, time.process_time()
         try:
             plan = deterministically(self.device, lambda: prover.prove(on_few=on_few))
             self.proven = evaluate, batch
             self._proofs_of_calls[calls] += plan.proven and run.batch_size > 1
+            if self.proofs == 1 and (seconds := time.process_time() - started) > _PATIENCE:
+                log.warning(_FIRST_PROOF, seconds)
             return plan
         finally:
             self.draws |= prover.draws

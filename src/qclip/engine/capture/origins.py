@@ -207,6 +207,7 @@ class Origins:
     def _sets_home(self, x: Tensor, index: Any, values: Any) -> bool:
         """The same of ``x[index] = values``."""
         first, *others = index if isinstance(index, tuple) else (index,)
+        others = [other for other in others if isinstance(other, Tensor) or not _is_whole(other)]
         if not isinstance(first, Tensor) or not isinstance(values, Tensor):
             return False
         if first.dtype != torch.bool:
@@ -221,6 +222,10 @@ def _table_and_index(function: Callable[..., Any], args: tuple[Any, ...]) -> tup
     if function is F.embedding:
         return args[1], args[0]
     return args[0], args[1] if function in (torch.embedding, _T.__getitem__) else args[2]
+
+
+def _is_whole(index: Any) -> bool:
+    return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
 
 
 def _home_if(holds: bool) -> str:
