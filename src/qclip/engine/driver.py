@@ -417,10 +417,10 @@ class Engine:
             self.proofs += 1
             prover, hidden = Prover(self, run, evaluate, batch), plan
             plan = deterministically(self.device, lambda: prover.prove_at_rest(hidden))
-        key = self._kind(run, kind)
-        if key in self._plans:
-            _, new_uses, snapshot = self._plans[key]
-            self._plans[key] = plan, max(uses, new_uses), snapshot
+            key = self._kind(run, kind)
+            if key in self._plans:
+                _, new_uses, snapshot = self._plans[key]
+                self._plans[key] = plan, max(uses, new_uses), snapshot  # else the next proof would hide it again
         require_owners(Repetition(run.capture, run.losses, random=False), plan)
         self._wakes += 1
         if self._wakes == _WAKES and not self._warned:
