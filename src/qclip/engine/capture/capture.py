@@ -269,8 +269,10 @@ class Capture(TorchFunctionMode):
     def _counts_examples(self, call: Invocation) -> bool:
         """Return whether a call counts over rows of several examples, so that what follows may depend on others."""
         dim = counted_dimension(call)
-        x = call.tensors[0] if dim is not None else None
-        return x is not None and self._is_data(x) and self._may_hold_examples(x.shape[dim], dim)
+        if dim is None:
+            return False
+        rows = call.tensors[0]
+        return self._is_data(rows) and self._may_hold_examples(rows.shape[dim], dim)
 
     # Record
 
