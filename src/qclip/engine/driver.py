@@ -410,10 +410,18 @@ class Engine:
     def _proven_awake(self, run: "Run", evaluate: Evaluate, batch: Any, kind: Any) -> "tuple[Run, Plan]":
         """Return a forward pass and a plan that is proven on this batch, where a site has its first gradient."""
         run = self._again(run, evaluate, batch)
-        plan, *_ = self._plans.pop(self._kind(run, kind))
-        names = [str(run.capture.sites[k]) for k in sorted(plan.silent)]
+        asleep, uses, _ = self._plans.pop(self._kind(run, kind))
+        names = [str(run.capture.sites[k]) for k in sorted(asleep.silent)]
         run, plan = self._settled(run, evaluate, batch, lambda run: self._plan(run, evaluate, batch, kind))
-        require_owners(Repetition(run.capture, run.losses, random=False), plan)  # perturbed, it may be silent again
+        if plan.silent & asleep.silent:  # perturbed parameters hide it
+            self.proofs += 1
+            prover, hidden = Prover(self, run, evaluate, batch), plan
+            plan = deterministically(self.device, lambda: prover.prove_at_rest(hidden))
+            key = self._kind(run, kind)
+            if key in self._plans:
+                _, new_uses, snapshot = self._plans[key]
+                self._plans[key] = plan, max(uses, new_uses), snapshot  # else the next proof would hide it again
+        require_owners(Repetition(run.capture, run.losses, random=False), plan)
         self._wakes += 1
         if self._wakes == _WAKES and not self._warned:
             self._warned = True
@@ -524,9 +532,10 @@ class Engine:
             return
         self._warned = True
         draws = " Each of them draws random numbers of its own." * self.own_draws
+        again = f" That they add up to the batch's is proven at every step: {plan.doubt}." * bool(plan.doubt)
         warnings.warn(
             f"examples are run through the model one at a time, which is exact and slow: {batch_size} forward and "
-            f"backward passes for this batch of {batch_size}.{draws} The reason: {plan.why}",
+            f"backward passes for this batch of {batch_size}.{draws}{again} The reason: {plan.why}",
             stacklevel=2,
         )
 

@@ -90,10 +90,10 @@ def _siglip(B: int) -> Problem:
     return Problem(model, {"pixel_values": torch.randn(B, 3, 8, 8)}, loss=_pooled)
 
 
-def _t5(B: int) -> Problem:
+def _t5(B: int, attention: str = "eager", dropout: float = 0.0) -> Problem:
     model = _build(
-        "T5ForConditionalGeneration", "T5Config", "eager", vocab_size=V, d_model=8, d_kv=4, d_ff=12, num_layers=2,
-        num_heads=2, relative_attention_num_buckets=4, dropout_rate=0.0, use_cache=False,
+        "T5ForConditionalGeneration", "T5Config", attention, vocab_size=V, d_model=8, d_kv=4, d_ff=12, num_layers=2,
+        num_heads=2, relative_attention_num_buckets=4, dropout_rate=dropout, use_cache=False,
     )  # fmt: skip
     words = ids(B, T)
     return Problem(model, {"input_ids": ids(B, 5), "decoder_input_ids": words}, words, _next_token)
@@ -187,4 +187,11 @@ MODELS: list[Case] = family(
         "wav2vec2": _wav2vec2,
         "whisper": _whisper,
     },
-) + family("model", {"gpt2-dropout": lambda B: _causal(B, _gpt2(dropout=0.2))}, random=True)
+) + family(
+    "model",
+    {
+        "gpt2-dropout": lambda B: _causal(B, _gpt2(dropout=0.2)),
+        "t5-dropout": lambda B: _t5(B, "sdpa", dropout=0.2),
+    },
+    random=True,
+)

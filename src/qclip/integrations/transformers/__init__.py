@@ -53,8 +53,8 @@ def causal_lm_loss(model: nn.Module, batch: Batch, *, label_smoothing: float = 0
             without any other label has loss 0.
         label_smoothing: The share of the target that is spread over all classes.
     """
-    labels = batch["labels"]
     logits = model(**_without_labels(batch)).logits
+    labels = _behind_prompt(batch["labels"], logits)
     return _mean_over_labels(logits[:, :-1], labels[:, 1:], label_smoothing)
 
 
@@ -246,8 +246,14 @@ def _without_labels(batch: Batch) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
+def _behind_prompt(labels: Tensor, logits: Tensor) -> Tensor:
+    """Return labels for all positions, [B, T]; those of a prompt that `peft` puts in front do not count."""
+    return F.pad(labels, (max(logits.shape[1] - labels.shape[1], 0), 0), value=IGNORED)
+
+
 def _mean_over_labels(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
     """Return the cross entropy of logits [B, T, V] at labels [B, T], averaged over each example's own labels, [B]."""
+    labels = _behind_prompt(labels, logits)
     scores = logits.float().transpose(1, 2)
     losses = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing)
     return losses.sum(1) / (labels != IGNORED).sum(1).clamp_min(1)
