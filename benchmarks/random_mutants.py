@@ -26,8 +26,8 @@ TESTS = {
     "training/sampling.py": ["tests/training/test_sampling.py", "tests/training/test_public_size.py"],
     "thresholds/private_quantile.py": ["tests/thresholds/test_private_quantile.py"],
     "thresholds/balanced.py": ["tests/thresholds/test_balanced.py"],
-    "engine/gradients/clipping.py": ["tests/engine/test_clipping.py", "tests/engine/test_forms.py",
-                                     "tests/engine/test_peers.py", "tests/engine/test_rounding.py"],
+    "engine/gradients/clipping.py": ["tests/engine/test_clipping.py", "tests/engine/test_rounding.py",
+                                     "tests/federated/test_aggregator.py"],
 }  # fmt: skip
 """Each module's own tests."""
 KILLED, SURVIVED, TIMEOUT = {1, 3}, {0}, {24, 36, 152, 255, -24}

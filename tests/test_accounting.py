@@ -184,6 +184,7 @@ def test_ends_of_a_split():
     assert accounting.split(0.0, 0.01) == (0.0, 0.0)
     assert accounting.merge(2.0, math.inf) == 2.0
     assert accounting.merge(0.0, 1.0) == 0.0
+    assert accounting.merge(math.inf, math.inf) == math.inf
     with pytest.raises(ValueError, match=r"share = -0.1 must be >= 0"):
         accounting.split(1.0, -0.1)
 
@@ -282,3 +283,9 @@ def test_the_curve_is_never_below_and_exact_at_the_end(accountant, num_steps):
     values = [curve(n) for n in range(num_steps + 1)]
     assert values == sorted(values)
     assert accounting.EpsilonCurve(num_steps=3, **public | {"noise_multiplier": 0})(1) == math.inf
+
+
+def test_past_its_end_the_curve_is_exact():
+    public = {"noise_multiplier": 1.0, "sample_rate": 0.1, "delta": 1e-5}
+    curve = accounting.EpsilonCurve(**public, num_steps=10)
+    assert curve(25) == pytest.approx(accounting.epsilon(**public, steps=25), rel=1e-6)
