@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from latex2mathml.converter import convert
+
 STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2329; max-width: 62rem; margin: 2rem auto; padding: 0 1.2rem; }
@@ -18,6 +20,7 @@ dl { display: grid; grid-template-columns: 7rem 1fr; gap: .15rem .8rem; margin: 
 dt { color: #55606b; } dd { margin: 0; }
 code { font-size: .88em; background: #f2f4f6; padding: 0 .25em; border-radius: 3px; }
 img { max-width: 100%; margin: .4rem 0; border: 1px solid #eef0f2; }
+div.formula { overflow-x: auto; margin: .5rem 0; } div.formula math { font-size: 1.1rem; }
 a { color: #2563a8; text-decoration: none; }
 .tag { display: inline-block; border-radius: 3px; padding: 0 .5em; font-size: .82rem; font-weight: 600; color: #fff; }
 .holds { background: #2e8b57; } .erratum { background: #d9822b; } .fails { background: #c23b3b; }
@@ -30,6 +33,11 @@ def page(title: str, body: Iterable[str]) -> str:
     return (
         f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head><body>{"".join(body)}</body></html>\n'
     )
+
+
+def formula(tex: str) -> str:
+    """Return a formula as MathML, which browsers draw themselves."""
+    return f'<div class="formula">{convert(tex, display="block")}</div>'
 
 
 def tag(verdict: str, color: str = "") -> str:
