@@ -17,8 +17,8 @@ FORMULAS = {
     r" \frac{F_0}\Gamma + \frac{\sigma^2}\Gamma\sum_t\gamma_t h_t^{-2/q}"
     r"\Big[\frac{h_t^2}{2\beta} + \gamma_t L(S + h_t^2)\Big]",
     "sharp-theorem": r"\frac c\Gamma\sum_t\gamma_t\mathbb{E}G_t^2 \le \frac{F_0}\Gamma + \frac{\sigma^2}\Gamma"
-    r"\sum_t\gamma_t\Big\{\frac{\psi_q(p_t)}{2\beta} + \gamma_tL\Big[\frac{2^{1-q}}B\Big(h_t^{1-2/q} +"
-    r" \Big(1-\frac q2\Big)h_t^{2-2/q}\Big) + S_zh_t^{-2/q}\Big]\Big\}",
+    r"\sum_t\gamma_t\left\{\frac{\psi_q(p_t)}{2\beta} + \gamma_tL\Big[\frac{2^{1-q}}B\Big(h_t^{1-2/q} +"
+    r" \Big(1-\frac q2\Big)h_t^{2-2/q}\Big) + S_zh_t^{-2/q}\Big]\right\}",
     "bias-floor-attained": r"\frac{\sigma^2\psi_q(p)}{p^2}, \quad"
     r" \psi_q(p) = \frac{(p(1-p))^{2-2/q}}{(p^{q-1} + (1-p)^{q-1})^{2/q}}",
     "certificate": r"\frac1\Gamma\sum_t\gamma_t\mathbb{E}G_t^2 \le \frac1c\Big[\frac{F_0}\Gamma +"

@@ -221,7 +221,8 @@ def _report(rows: list[ClaimResult], quick: bool) -> str:
                 (
                     page.tag(row.outcome.verdict),
                     row.claim.how,
-                    f'<a href="#{row.claim.id}"><code>{row.claim.id}</code></a><br>{escape(row.claim.statement)}',
+                    f'<a href="#{row.claim.id}"><code>{row.claim.id}</code></a><br>'
+                    f"{escape(page.symbols(row.claim.statement))}",
                     escape(row.claim.equation),
                     f"{row.seconds:.1f}",
                 )
@@ -232,13 +233,13 @@ def _report(rows: list[ClaimResult], quick: bool) -> str:
     for row in rows:
         body += [
             f'<h2 id="{row.claim.id}">{page.tag(row.outcome.verdict)} <code>{row.claim.id}</code></h2>',
-            f"<p>{escape(row.claim.statement)}.</p>",
+            f"<p>{escape(page.symbols(row.claim.statement))}.</p>",
             page.formula(FORMULAS[row.claim.id]) if row.claim.id in FORMULAS else "",
             page.definitions(
                 [
                     ("where", row.claim.equation),
-                    ("expected", row.outcome.expected),
-                    (row.claim.how, row.outcome.measured),
+                    ("expected", page.symbols(row.outcome.expected)),
+                    (row.claim.how, page.symbols(row.outcome.measured)),
                     ("error", row.outcome.error),
                     ("took", f"{row.seconds:.1f} s"),
                 ]

@@ -222,7 +222,8 @@ def _certificate(record: Record) -> Iterator[str]:
     yield page.formula(PLAIN_MEAN if certificate.theorem.startswith("least") else WEIGHTED_MEAN)
     rows = [(name, words.number(getattr(certificate, name)), text) for name, text in TERMS.items()]
     if certificate.this_run is None:
-        rows.append(("this run", "none", "no theorem bounds a single run of this kind"))
+        why = "with momentum no theorem bounds a single run; else its steps were too few for their noise"
+        rows.append(("this run", "none", why))
     else:
         chance = f"holds with a probability of {certificate.confidence:.0%} for this run alone"
         rows.append(("this run", words.number(certificate.this_run), chance))
