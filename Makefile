@@ -17,11 +17,16 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	OMP_NUM_THREADS=1 $(BIN)/qclip train --out out/demo --overwrite
 
+# One thread for each process of the tests: numba's loops would otherwise give torch as many as there are cores, and
+# threads that wait for each other spin.
+test test-smoke test-slow test-machines: export OMP_NUM_THREADS = 1
+test test-smoke test-slow test-machines: export NUMBA_NUM_THREADS = 1
+
 test: setup
 	$(BIN)/pytest -n auto -o verbosity_subtests=0
 
 test-smoke: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m smoke tests
+	$(BIN)/pytest -m smoke tests
 
 test-slow: setup
 	$(BIN)/pytest -n auto -o verbosity_subtests=0 -m 'slow or hypothesis' --thorough

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers.models.auto import modeling_auto
 
-from model_coverage_page import SLOW, Row, page
+from model_coverage_page import ALONE, SLOW, Row, page
 from qclip.engine import ClippedGradients, Engine, Refusal, explain, oracle
 from qclip.engine.driver import call
 from qclip.engine.randomness import NoDropout, drawn_call_by_call, seed_all
@@ -113,7 +113,8 @@ class Measurement:
             self._calm = False
         errors = _errors(result, expected)
         proofs = engine.proofs
-        said = " ".join(str(w.message) for w in caught if "proven" in str(w.message) or "proof" in str(w.message))
+        messages = dict.fromkeys(str(w.message) for w in caught)
+        said = " ".join(text for text in messages if any(word in text for word in (ALONE, "proven", "proof")))
         lengths = self._other_length(engine)
         row = self._found(
             "exact" if max(errors) <= EXACT else "differs",
@@ -254,8 +255,10 @@ def main(options: Options) -> None:
                 lines.flush()
                 print(f"{k + 1} of {len(todo)}: {row}", flush=True)
     if options.page is not None:
+        rows = rows_of(file)
+        left_out = sorted(set(classes()) - {row.name for row in rows})
         about = {"size": len(LENGTHS), "exact": EXACT, "transformers": transformers.__version__}
-        text = page(rows_of(file), **about, torch=torch.__version__, date=f"{datetime.date.today():%B %Y}")
+        text = page(rows, left_out, **about, torch=torch.__version__, date=f"{datetime.date.today():%B %Y}")
         options.page.write_text(WRAP["wrapped"](text), encoding="utf-8")
 
 

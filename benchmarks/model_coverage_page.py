@@ -24,7 +24,7 @@ class Row:
     proofs: int = 0
     calls: int = 0
     said: str = ""
-    """The warnings about proofs."""
+    """The warnings about proofs, and about examples that are run one at a time."""
     first: float = 0.0
     """Process time of the first call, in plain steps."""
     fifth: float = 0.0
@@ -42,16 +42,21 @@ class Row:
     def __str__(self) -> str:
         if self.status in ("exact", "differs"):
             errors = f"sums {self.sum_error:.1e}, norms {self.norm_error:.1e}"
-            said = ", said" if self.said else ""
+            said = ", one at a time" if self.is_alone else ", said" if self.said else ""
             times = f"first call {self.first:.0f}, fifth {self.fifth:.1f} plain steps"
             return f"{self.name}: {self.status}, {errors}; {times}; {self.proofs} proofs{said}"
         mixes = "" if self.mixes is None else f" (examples differ by {self.mixes:.1e})"
         return f"{self.name}: {self.status}{mixes}: {self.reason.splitlines()[0] if self.reason else ''}"
 
     @property
+    def is_alone(self) -> bool:
+        """Whether examples are run one at a time."""
+        return ALONE in self.said
+
+    @property
     def is_slow(self) -> bool:
         """Whether an exact class costs many plain steps at every step."""
-        return self.status == "exact" and self.fifth > SLOW
+        return self.status == "exact" and (self.fifth > SLOW or self.proofs >= self.calls > 0)
 
     @property
     def needless(self) -> bool:
@@ -59,6 +64,8 @@ class Row:
         return self.mixes is not None and self.mixes < MIXING and not re.search(STATE, self.reason)
 
 
+ALONE: Final = "one at a time"
+"""What a warning says of examples that are run so."""
 SLOW: Final = 20.0
 """A call that takes more than so many plain steps is slow."""
 MIXING: Final = 1e-3
@@ -77,11 +84,12 @@ transformers {transformers}, torch {torch}, {date}.
 """
 
 
-def page(rows: Sequence[Row], **about: Any) -> str:
+def page(rows: Sequence[Row], left_out: Sequence[str] = (), **about: Any) -> str:
     """Return the page, in Markdown.
 
     Args:
         rows: What was found.
+        left_out: The classes that were not run.
         about: What the head of the page says: size, exact, transformers, torch, date.
     """
     by_status: dict[str, list[Row]] = {}
@@ -89,15 +97,18 @@ def page(rows: Sequence[Row], **about: Any) -> str:
         by_status.setdefault(row.status, []).append(row)
     exact, refused = by_status.get("exact", []), by_status.get("refused", [])
     slow, needless = [row for row in exact if row.is_slow], [row for row in refused if row.needless]
+    alone = [row for row in exact if row.is_alone and not row.is_slow]
     rightly = [row for row in refused if not row.needless]
     unmeasured = [row for name in ("unbuilt", "failed", "crashed", "late") for row in by_status.get(name, [])]
     groups = {
-        "exact": [row for row in exact if not row.is_slow],
-        f"exact, and more than {SLOW:g} plain steps at every step": slow,
+        "exact": [row for row in exact if not row.is_slow and not row.is_alone],
+        "exact, one example at a time": alone,
+        f"exact, and more than {SLOW:g} plain steps in the fifth call, or a proof at every step": slow,
         "differ from autograd": by_status.get("differs", []),
         "refused, though examples do not seem to mix": needless,
         "refused": rightly,
         "not measured": unmeasured,
+        "not run": left_out,
     }
     sections = [
         _HEAD.format(**about),
@@ -106,6 +117,9 @@ def page(rows: Sequence[Row], **about: Any) -> str:
         _times(exact),
         "## Slow",
         _table(("class", "fifth call", "why"), [(row.name, f"{row.fifth:.0f}", _why_slow(row)) for row in slow]),
+        "## One example at a time",
+        "As many forward and backward passes as a batch has examples, with a warning that says why.",
+        ", ".join(f"{row.name} ({row.fifth:.1f})" for row in alone) + "." if alone else "None.",
         "## Different from autograd",
         _table(("class", "sums", "norms"),
                [(row.name, f"{row.sum_error:.1e}", f"{row.norm_error:.1e}") for row in by_status.get("differs", [])]),
@@ -117,8 +131,10 @@ def page(rows: Sequence[Row], **about: Any) -> str:
         "## Not measured",
         "No tiny model was found, another package is needed, or torch itself cannot train it.",
         _by_reason(unmeasured),
+        "## Not run",
+        ", ".join(left_out) + "." if left_out else "None.",
         "## Exact",
-        ", ".join(row.name for row in groups["exact"]) + ".",
+        ", ".join(row.name for row in exact if row not in slow and row not in alone) + ".",
     ]  # fmt: skip
     return "\n\n".join(section.strip() for section in sections if section.strip()) + "\n"
 

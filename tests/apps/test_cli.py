@@ -88,7 +88,9 @@ def test_reproduce_fails_when_a_claim_fails(capsys, tmp_path, monkeypatch):
         return Outcome("1", "2", printed=False)
 
     monkeypatch.setattr(reproduce_module, "CLAIMS", (broken,))
-    assert run(capsys, "reproduce", "--out", str(tmp_path))[0] == 1
+    status, printed, _ = run(capsys, "reproduce", "--out", str(tmp_path))
+    assert status == 1
+    assert json.loads((tmp_path / "claims.json").read_text())[0]["measured"] in " ".join(printed.split())
 
 
 def test_reproduce_names_an_unknown_claim_and_an_unwritable_folder(capsys, tmp_path):
@@ -98,6 +100,12 @@ def test_reproduce_names_an_unknown_claim_and_an_unwritable_folder(capsys, tmp_p
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     assert run(capsys, "reproduce", "--only", "lemma1-proof-step", "--out", str(blocked))[0] == 2
+
+
+def test_reproduce_names_an_absent_folder_of_data(capsys, tmp_path):
+    status, _, err = run(capsys, "reproduce", "--data-dir", str(tmp_path / "none"), "--out", str(tmp_path / "out"))
+    assert (status, "must be a folder that exists; check the path" in " ".join(err.split())) == (2, True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_module_and_help():

@@ -77,6 +77,21 @@ def test_rows_without_the_target_are_predicted(folder, tmp_path, capsys):
     assert "accuracy" not in printed.err
 
 
+def test_scores_are_those_of_rows_whose_target_is_known(folder, tmp_path, capsys):
+    """A file in use knows some outcomes only; it is never replaced by its own predictions."""
+    path, out = tmp_path / "new.csv", tmp_path / "out.csv"
+    path.write_text('colour;x;kind\nred;"0,9";yes\nblue;"0,1";\nblue;"0,2";perhaps\n')
+    assert main(["predict", str(folder / "run"), str(path), "--decimal", ",", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "accuracy: 1.0000" in printed
+    assert "the scores leave out 2 rows whose kind is not known" in printed
+    assert [row[0] for row in read(out.read_text())[1]] == ["yes", "no", "no"]
+    for arguments in (["--out", str(path)], ["--out", str(tmp_path / "." / "new.csv")]):
+        assert main(["predict", str(folder / "run"), str(path), *arguments]) == 2
+        assert "another file than the table" in " ".join(capsys.readouterr().err.split())
+    assert path.read_text().startswith("colour;x;kind")
+
+
 def test_the_exported_model_is_that_of_the_run_without_its_secrets(folder):
     file = RunFolder(folder / "run").model_file
     predictor = Predictor.load(file)

@@ -113,6 +113,10 @@ def test_weights_of_classes_are_given_or_follow_from_public_shares(capsys, ward,
         (("--class-weights", "ja=0", "nein=1"), "class_weights['ja'] = 0.0 must be > 0"),
         (("--class-weights", "ja=x", "nein=1"), "--class-weights = 'ja=x' must be CLASS=NUMBER"),
         (("--class-shares", "ja=0.2", "nein=0.8"), "class_shares = "),
+        (
+            ("--class-weights", "balanced", "--class-shares", "ja=0.2", "nein=0.9"),
+            "sum of class_shares = 1.1 must be 1; give the share of each class",
+        ),
     ):
         status, _, err = run(capsys, *base, *arguments)
         assert (status, message in " ".join(err.split())) == (2, True), err

@@ -46,6 +46,8 @@ EAGER = {
     "executed-checkpointed-dropout": "random numbers of the forward pass",
     "rows-routed-experts": "examples are run one at a time",
     "interface-all-labels-ignored": NOT_SHOWN,
+    "model-mixture-of-experts": ROUTED,
+    "model-vision-language": ROUTED,
     "model-wav2vec2": "looks at values",
     "model-whisper": "looks at values",
 }

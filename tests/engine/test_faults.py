@@ -205,3 +205,24 @@ def test_torch_is_left_as_it_was():
     assert torch.batch_norm is not before[0]
     two.__exit__(None, None, None)
     assert (torch.batch_norm, torch.instance_norm) == before
+
+
+def test_memory_that_is_not_initialised(monkeypatch):
+    """Positions are written example by example into memory that holds anything before, as in SigLIP 2."""
+    torch.manual_seed(0)
+
+    def forward(n, x):
+        places = torch.empty(len(x), 3, 6)
+        for i in range(len(x)):
+            places[i] = n.places.tanh()
+        return n.one(x + places)
+
+    model = Net(forward, places=nn.Parameter(torch.randn(3, 6)), one=nn.Linear(6, 2))
+    problem = (model, squared, torch.randn(4, 3, 6), torch.randn(4), 0.1)
+    torch.use_deterministic_algorithms(True)  # which fills such memory with NaN
+    try:
+        assert torch.empty(3).isnan().all()
+        found = clipped_gradients(*problem)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same(found, oracle.clipped_gradients(*problem), rtol=2e-5)

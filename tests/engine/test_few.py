@@ -72,6 +72,14 @@ def test_new_shapes_are_said_with_a_hint_after_the_third(caplog):
     assert ["bucketed_lengths" in text for text in said] == [False, False, True]
 
 
+def test_a_first_proof_that_takes_long_is_said(caplog, monkeypatch):
+    monkeypatch.setattr("qclip.engine.driver._PATIENCE", 0.0)
+    steps = Steps(encoder())
+    for _ in range(3):
+        steps.clip(4)
+    assert caplog.text.count("proving that the first batch does not mix examples took") == 1
+
+
 def longer(n, x):
     return torch.where(n.mixed[x.shape[1]], x.roll(1, 0), x)
 

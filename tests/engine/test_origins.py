@@ -117,6 +117,13 @@ def with_images_indexed(n, words, images):
     return n.out(texts).flatten(1)
 
 
+def with_images_added(n, words, images):
+    """As where features of several layers of an image are used."""
+    texts = n.words(words).clone()
+    texts[words == 0, :] = texts[words == 0, :] + n.vision(images).flatten(0, 1)
+    return n.out(texts).flatten(1)
+
+
 def words_with_places(*places):
     """Words, with 0 in two places of each example."""
     words = 1 + ids(len(places), T, high=9)
@@ -125,7 +132,7 @@ def words_with_places(*places):
     return words
 
 
-@pytest.mark.parametrize("function", [with_images, with_images_indexed])
+@pytest.mark.parametrize("function", [with_images, with_images_indexed, with_images_added])
 def test_images_among_words(function):
     torch.manual_seed(0)
     engine = Engine(Net(function, words=nn.Embedding(10, D), vision=nn.Linear(6, D), out=nn.Linear(D, 2)))

@@ -470,6 +470,32 @@ def test_a_site_without_a_gradient_is_expected_to_have_none():
     assert plan.silent == {1}
 
 
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_gradient_that_perturbed_parameters_hide(mixes):
+    """It is proven where it shows, at the parameters as they are."""
+
+    def forward(n, x):
+        is_on = (n.flag.detach() == 1).float()  # at no other parameters
+        hidden = n.two(x)
+        return n.one(x) + n.flag * x.sum(-1, keepdim=True) + is_on * (hidden + mixes * hidden.mean(0))
+
+    model = Net(forward, one=nn.Linear(D, P), two=nn.Linear(D, P), flag=nn.Parameter(torch.ones(())))
+    engine = Engine(model)
+    for _ in range(5):
+        x, targets = torch.randn(4, D), torch.randn(4)
+
+        def evaluate(batch):
+            return squared(model(batch[0]), batch[1])
+
+        if mixes:
+            with pytest.raises(Refusal):
+                engine.clipped(evaluate, (x, targets), 0.5)
+            return
+        found = engine.clipped(evaluate, (x, targets), 0.5)
+        assert_same(found, oracle.clipped_gradients(model, squared, x, targets, 0.5), rtol=2e-5)
+    assert engine.proofs <= 6  # at the first and the second step
+
+
 def test_perturbed_parameters_are_put_back():
     parameters = [param(3, 4), param(2).bfloat16().detach().requires_grad_(), nn.Parameter(torch.zeros(()))]
     before = [p.detach().clone() for p in parameters]

@@ -596,10 +596,19 @@ def test_packed_sequences():
     one_at_a_time(model, *parts, x=inputs(3, D))
 
 
-def test_offsets_of_bags():
-    """The ids of all examples in one list are not rows of the batch."""
-    x, lengths = ids(9), torch.tensor([2, 3, 1, 3])
-    refuse(nn.EmbeddingBag(V, D), "embedding_bag", "pad the ids to [B, n]", x=(x, lengths.cumsum(0) - lengths))
+def test_a_packed_batch():
+    packed = nn.utils.rnn.pack_sequence([torch.randn(n, D) for n in (3, 1, 2, 3)], enforce_sorted=False)
+    model = Net(lambda n, x: n.rnn(x)[1][0][-1], rnn=nn.LSTM(D, P))
+    refuse(model, "holds a PackedSequence", "pack them inside of the model", x=packed)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("lengths", [(2, 3, 1, 3), (1, 1, 1, 1)])
+def test_offsets_of_bags(mode, lengths):
+    """The ids of all examples in one list are not rows of the batch, even if there are as many."""
+    lengths = torch.tensor(lengths)
+    x = ids(int(lengths.sum())), lengths.cumsum(0) - lengths
+    refuse(nn.EmbeddingBag(V, D, mode=mode), "embedding_bag", "no row per example", "pad the ids to [B, n]", x=x)
 
 
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])

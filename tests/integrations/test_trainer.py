@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -617,3 +619,41 @@ def test_two_processes_share_the_run(arguments, tmp_path):
         assert (steps, batch_size, epsilon) == (10, 12, alone.epsilon())
         for name, tensor in weights(alone.model).items():
             torch.testing.assert_close(torch.tensor(found[name]), tensor, rtol=1e-4, atol=1e-5)
+
+
+SCRIPT = """
+import json, sys
+import torch, transformers
+from integrations import test_trainer
+folder, per_device = sys.argv[1], int(sys.argv[2])
+args = transformers.TrainingArguments(
+    folder, per_device_train_batch_size=per_device, num_train_epochs=2, learning_rate=0.1, optim="sgd",
+    save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+)
+model = test_trainer.classifier()
+model.layers[2].p = 0.0
+trainer = test_trainer.trainer_of(args, model)
+trainer.train()
+if trainer.is_world_process_zero():
+    weights = {name: tensor.tolist() for name, tensor in test_trainer.weights(model).items()}
+    open(sys.argv[3], "w").write(json.dumps([trainer.args.world_size, trainer.epsilon(), weights]))
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_makes_the_run_of_one_process(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found = []
+    for launcher, per_device in ([], "12"), (torchrun, "6"):
+        written = tmp_path / f"{per_device}.json"
+        command = [sys.executable, *launcher, str(script), str(tmp_path / "out"), per_device, str(written)]
+        subprocess.run(command, check=True, env=environment, capture_output=True)
+        found.append(json.loads(written.read_text()))
+    (one, epsilon, alone), (two, shared_epsilon, shared) = found
+    assert (one, two, epsilon) == (1, 2, shared_epsilon)
+    for name, numbers in alone.items():
+        torch.testing.assert_close(torch.tensor(shared[name]), torch.tensor(numbers), rtol=1e-4, atol=1e-5)

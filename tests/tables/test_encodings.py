@@ -117,7 +117,11 @@ def test_words_count_once_and_have_no_order():
     [
         (Magnitude(), ["1", "x", "2"], r"column 'x' \(line 3\) = 'x' must be a number; correct it"),
         (Magnitude(), ["1", "inf"], r"column 'x' \(line 3\) = 'inf' must be finite"),
-        (Interval(0, 1), ["a", "b", "c", "d", "1"], r"column 'x' \(4 lines: 2, 3, 4, \.\.\.\) = 'a' must be a number"),
+        (
+            Interval(0, 1),
+            ["a", "b", "c", "d", "1"],
+            r"\(4 lines: 2, 3, 4, \.\.\.\) = 'a', 'b', 'c', \.\.\. must be a number",
+        ),
         (OneOf(COLOURS), ["red", "pink"], r"\(line 3\) = 'pink' must be one of 'red', 'green', 'blue'; correct it, or"),
     ],
     ids=["text", "infinite", "many", "unknown-option"],

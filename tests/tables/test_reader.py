@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from qclip.tables import read
-from qclip.tables.reader import SEPARATORS
+from qclip.tables.reader import SEPARATORS, stem
 
 ROWS = [
     ("name", "size", "note"),
@@ -135,13 +135,14 @@ def test_thousands_never_become_decimals_in_silence(tmp_path, text):
         ("", "is empty; give a file with a header"),
         ("a,b\n", "has no rows of values"),
         ("a,a\n1,2\n", r"header = \['a', 'a'\] must be a list of distinct names; the first line is the header"),
-        ("a,\n1,2\n", "give each column a name of its own"),
+        ("column 2,\n1,2\n", "give each column a name of its own"),
         ("a,b\n1,2\n\n3\n", "line 4 of .* has 1 values for 2 columns; complete the row"),
+        ("a,b\n1,2\n3\n4,5,6\n", "2 lines of .* than its 2 columns: line 3 has 1, line 4 has 3; complete"),
         ('a,b\n1,"2\n', r"is not separated by commas \(unexpected end of data at line 2\); quote values"),
         (b"a,b\n\x00,1\n", r"is not text \(it has bytes 0\); save it as UTF-8, or give its encoding"),
         (codecs.BOM_UTF16_LE + b"a\x00,", r"is not text in utf-16 \(.*truncated"),
     ],
-    ids=["empty", "header", "twice", "unnamed", "short-row", "open-quote", "binary", "half-utf-16"],
+    ids=["empty", "header", "twice", "unnamed", "short-row", "ragged", "open-quote", "binary", "half-utf-16"],
 )  # fmt: skip
 def test_files_that_are_no_table_are_refused(tmp_path, content, message):
     with pytest.raises(ValueError, match=message):
@@ -155,6 +156,18 @@ def test_a_damaged_archive_and_an_absent_file_are_refused(tmp_path):
         read(path)
     with pytest.raises(ValueError, match=r"path = '.*none.csv' must be a file that exists; check the path"):
         read(tmp_path / "none.csv")
+
+
+def test_columns_without_a_name_are_numbered(tmp_path):
+    table = read(write(tmp_path, ",age,\n0,30,a\n1,41,b\n"))
+    assert table.names == ("column 1", "age", "column 3")
+    assert table.notes == ("columns without a name in the header: column 1, column 3",)
+
+
+def test_the_ending_gz_may_be_in_capitals(tmp_path):
+    path = tmp_path / "BEDS.CSV.GZ"
+    path.write_bytes(gzip.compress(b"a,b\n1,2\n"))
+    assert (read(path).names, stem(path)) == (("a", "b"), "BEDS")
 
 
 def test_lines_are_those_of_the_file(tmp_path):

@@ -125,11 +125,9 @@ def test_values_that_do_not_fit_are_listed_together(table):
     with pytest.raises(ValueError, match="table has 2 problems") as refused:
         schema.inputs(Table(columns))
     first, second = str(refused.value).split("\n- ")[1:]
-    assert first.startswith(
-        "column 'note' (4 lines: 2, 3, 4, ...) = 'cough; fever, 2 days' must be a number; correct it"
-    )
+    assert first.startswith("column 'note' (4 lines: 2, 3, 4, ...) = 'cough; fever, 2 days', 'pain in the back'")
     assert second.startswith(
-        "column 'sex' (4 lines: 2, 3, 5, ...) = 'f' must be a date in the order dmy; write it as 31.12"
+        "column 'sex' (4 lines: 2, 3, 5, ...) = 'f', 'm' must be a date in the order dmy; write it as 31.12"
     )
 
 
@@ -189,6 +187,7 @@ def test_many_texts_of_several_words_are_free_text_though_each_occurs_often():
         (["01/02/2024", "05/06/2024"], r"day and month cannot be told apart; .* x=date:dmy or x=date:mdy"),
         (["01.02.24", "05.06.24"], "holds dates whose years have two digits; write four digits, or declare it: x=text"),
         (["1"] * 19 + ["<1"], r"column 'x' \(row 19\) = '<1' must be a number, as most .*--missing\), .*x=text in"),
+        (["1"] * 38 + ["-", "n.a."], r"column 'x' \(2 rows: 38, 39\) = '-', 'n.a.' must be a number, as most values"),
         (["2024-01-01"] * 19 + ["soon"], r"column 'x' \(row 19\) = 'soon' must be a date, as most values"),
         (["u1", "u2"], r"column 'x' holds texts that differ in every row; .*\(x=drop in columns\)"),
         ([1, 2], "column 'x' holds whole numbers that differ in every row"),
@@ -204,7 +203,9 @@ def test_what_cannot_be_told_is_asked(values, message):
 def test_the_order_of_dates_can_be_declared():
     table = Table.of_frame({"x": ["01/02/2024", "05/06/2024"], "y": ["a", "b"]})
     assert Schema.of(table, target="y", columns={"x": "date:mdy"}).encodings["x"] == Date("mdy")
-    with pytest.raises(ValueError, match=r"column 'x' \(2 rows: 0, 1\) = '01/02/2024' must be a date in the order ymd"):
+    with pytest.raises(
+        ValueError, match=r"\(2 rows: 0, 1\) = '01/02/2024', '05/06/2024' must be a date in the order ymd"
+    ):
         Schema.of(table, target="y", columns={"x": "date:ymd"})
 
 
@@ -213,6 +214,20 @@ def test_a_constant_column_is_remarked_on():
     assert Schema.of(table, target="y").remarks == (
         "column 'x' has the same value in every row: nothing can be learnt from it",
     )
+
+
+def test_names_of_persons_are_not_used_unless_declared():
+    names = [f"P{k // 3}" for k in range(900)]
+    table = Table.of_frame({"id": names, "ward": ["a", "b"] * 450, "y": ["n", "n", "j"] * 300})
+    schema = Schema.of(table, target="y")
+    assert schema.encodings == {"id": Dropped(), "ward": Hashed()}
+    [remark] = schema.remarks
+    assert remark.startswith("column 'id' is not used: it has 300 different texts, each in a few rows")
+    assert "(--unit id)" in remark
+    assert Schema.of(table, target="y", columns={"id": "text"}).encodings["id"] == Hashed()
+    assert Schema.of(table, target="y", columns={"id": "drop"}).remarks == ()
+    often = Table.of_frame({"town": [f"T{k % 300}" for k in range(3000)], "y": ["n", "j"] * 1500})
+    assert Schema.of(often, target="y").encodings == {"town": Hashed()}
 
 
 def test_a_unit_must_be_known_and_another_column(table):

@@ -112,6 +112,27 @@ LOOPS = pytest.mark.parametrize("loop", ["step", "loss"])
 # Padding
 
 
+class Longer:
+    """Pads to a length that is changed between steps; from the third on it pads with a word of the first text."""
+
+    length = 10
+
+    def __call__(self, items):
+        ids, labels = padded_to(items, self.length)
+        return ids.where((ids > 0) | (self.length < 12), ids[0, 0]), labels
+
+
+def test_mixing_at_the_third_length_is_found_on_few_examples():
+    collate = Longer()
+    training = training_of(Average(masked=False), DataLoader(Texts(), collate_fn=collate))
+    batches = iter(training.loader)
+    for collate.length in 10, 11:
+        training.step(next(batches))
+    collate.length = 12
+    with pytest.raises(Refusal, match="Longer mixes examples"):
+        training.step(next(batches))
+
+
 @LOOPS
 @pytest.mark.parametrize("collate", [longest, public_lengths])
 @pytest.mark.parametrize("model", [lambda: Average(masked=False), LastState], ids=["average", "last state"])

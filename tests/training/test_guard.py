@@ -1,5 +1,7 @@
 """Only a released gradient can be applied, and only once."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -67,6 +69,21 @@ def test_a_habitual_backward_is_refused(model, optimizer, guard):
     assert not moved(model, before)
     with pytest.raises(ValueError, match=RAW):
         guard.clear()
+
+
+THEIRS, OURS = "transformers.trainer", "qclip.integrations.transformers.trainer"
+
+
+@pytest.mark.parametrize(("loaded", "is_named"), [([], False), ([THEIRS], True), ([THEIRS, OURS], False)])
+def test_under_another_trainer_the_private_one_is_named(model, optimizer, guard, monkeypatch, loaded, is_named):
+    for name in THEIRS, OURS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in loaded:
+        monkeypatch.setitem(sys.modules, name, None)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ValueError, match="raw gradient") as refusal:
+        optimizer.step()
+    assert ("take qclip.integrations.transformers.PrivateTrainer" in str(refusal.value)) == is_named
 
 
 def test_a_raw_gradient_after_an_applied_one_is_told_apart(model, optimizer, guard):

@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from types import TracebackType
@@ -80,14 +80,30 @@ def without_tf32() -> AbstractContextManager[None]:
 @contextmanager
 def fp32_precision(setting: Literal["tf32", "ieee"]) -> Iterator[None]:
     """Set the precision of all float32 products, and restore the earlier settings on exit."""
-    before = _current_tf32()
+    before, allowed = _current_tf32(), _allowed_by_the_older_name()
     try:
-        for switch in _tf32_switches():
-            switch.fp32_precision = setting
+        _set_tf32((setting,) * len(before), None if allowed is None else setting == "tf32")
         yield
     finally:
-        for switch, chosen in zip(_tf32_switches(), before, strict=True):
-            switch.fp32_precision = chosen
+        _set_tf32(before, allowed)
+
+
+def _set_tf32(settings: Sequence[str], allowed: bool | None) -> None:
+    """Set the precision of all float32 products, also by the older name where that can be read.
+
+    ``torch.backends.cudnn.flags``, which a model may use in its forward pass, reads the older name.
+    """
+    if allowed is not None:
+        torch._C._set_cudnn_allow_tf32(allowed)
+    for switch, setting in zip(_tf32_switches(), settings, strict=True):
+        switch.fp32_precision = setting
+
+
+def _allowed_by_the_older_name() -> bool | None:
+    try:
+        return torch._C._get_cudnn_allow_tf32()
+    except RuntimeError:  # it contradicts a newer one
+        return None
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Estimators of scikit-learn (1.6 or newer): `PrivateClassifier` and `PrivateRegressor`."""
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
@@ -22,6 +23,7 @@ from qclip import _validate as check
 from qclip._validate import Floats
 from qclip.tables import Schema, Table, models
 from qclip.tables.predictor import Predictor
+from qclip.tables.table import is_missing
 from qclip.training.make import make_private
 
 
@@ -80,6 +82,8 @@ class _PrivateEstimator(BaseEstimator):
         if "interval" in goal:
             declared[name] = "{}:{}".format(*goal.pop("interval"))
         self.schema_ = Schema.of(table, target=name, columns=declared, **goal)
+        for remark in self.schema_.remarks:
+            warnings.warn(remark, stacklevel=3)
         data = TensorDataset(self.schema_.inputs(table), self.schema_.targets(table))
         seed = self._seed()
         with torch.random.fork_rng(devices=[]):
@@ -87,7 +91,7 @@ class _PrivateEstimator(BaseEstimator):
                 torch.manual_seed(seed)
             self.model_ = models.build(self.model, self.schema_.width, self.schema_.outputs)
         automatic = self.learning_rate == "auto"
-        rate = 1.0 if isinstance(self.learning_rate, str) else self.learning_rate
+        rate = 1.0 if automatic else check.positive("learning_rate", self.learning_rate)
         training = make_private(
             self.model_,
             torch.optim.SGD(self.model_.parameters(), lr=rate),
@@ -193,7 +197,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
     def fit(self, X: Any, y: Any) -> Self:
         """Train on a data frame or array, [rows, columns], and the class of each row, [rows]."""
         columns, y = _pairs(self, X, y)
-        _refuse_if_not_finite(y)  # before scikit-learn casts it to whole numbers
+        _refuse_unknown(y)  # before scikit-learn casts it to whole numbers
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if self.classes is not None:
@@ -277,8 +281,10 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):
             remedy = "give one that is known without looking at the data, such as (0, 100); y must not choose it"
             raise check.refuse("target_range", None, "the public range (low, high) of y", remedy)
         low, high = map(float, self.target_range)
+        if not -math.inf < low < high < math.inf:
+            raise check.refuse("target_range", (low, high), "(low, high) with low < high", "such as (0, 100)")
         targets = np.asarray(y, dtype=np.float64)
-        _refuse_if_not_finite(targets)
+        _refuse_unknown(targets)
         return self._fit(columns, targets, _squared_errors, interval=(low, high))
 
     def predict(self, X: Any) -> Floats:
@@ -287,9 +293,11 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):
         return self.predictor_.predict(self._features(X, reset=False))
 
 
-def _refuse_if_not_finite(y: NDArray[Any]) -> None:
+def _refuse_unknown(y: NDArray[Any]) -> None:
     if y.dtype.kind == "f" and not np.isfinite(y).all():
         raise check.Refusal("y holds NaN or infinity; leave out these rows")
+    if y.dtype.kind == "O" and any(map(is_missing, y)):
+        raise check.Refusal("y holds missing values; leave out these rows")
 
 
 def _squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:

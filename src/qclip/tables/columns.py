@@ -144,11 +144,14 @@ class Column:
         return self.each(lambda value: date(value, order), "datetime64[s]")
 
     def refuse_where(self, bad: ArrayLike, bound: str, remedy: str) -> None:
-        """Refuse the values where ``bad`` [rows] is true, by their places."""
-        where = np.flatnonzero(bad).tolist()
-        if where:
-            value = self.take(where[:1]).texts()[0]
-            raise check.refuse(f"column {self.name!r} ({self.place(where)})", value, bound, remedy)
+        """Refuse the values where ``bad`` [rows] is true, by their places and the first three that differ."""
+        where = np.flatnonzero(bad)
+        if len(where):
+            distinct = self.take(where).distinct()[0]
+            shown = ", ".join(map(repr, distinct[:3])) + (", ..." if len(distinct) > 3 else "")
+            raise check.Refusal(
+                f"column {self.name!r} ({self.place(where.tolist())}) = {shown} must be {bound}; {remedy}"
+            )
 
     def place(self, rows: Sequence[int]) -> str:
         """Return the place of some rows in words: the lines of the file, the first three of them."""

@@ -17,7 +17,9 @@ _NEARLY = 0.9
 _SEVERAL = 3
 """Words from which on a text is free text rather than the name of a category."""
 _CATEGORIES = 256
-"""Different texts of several words above which they are free text: so many names would share the inputs of a hash."""
+"""Different texts that still are categories: more of them share the inputs of a hash."""
+_FEW_ROWS = 10
+"""Rows for each text below which more than `_CATEGORIES` texts name persons, and teach nothing of others."""
 
 
 def declared(column: Column, kind: str, spellings: Iterable[str]) -> Encoding:
@@ -52,7 +54,7 @@ def guessed(column: Column, spellings: Iterable[str]) -> Encoding:
 
     - A number where every value is one; a date where every value is one; free text where most values have three words
       or more and most differ, or more than 256 do; otherwise a category.
-    - A column without any value is not used.
+    - A column without any value is not used; neither is one of many texts, each in a few rows: it names persons.
 
     Args:
         column: The column.
@@ -91,16 +93,29 @@ def _guessed_text(known: Column) -> Encoding:
         return Words()
     if all_differ:
         raise _names_of_rows(known, "texts")
-    return Hashed()
+    return Dropped() if len(distinct) > max(_CATEGORIES, len(known) / _FEW_ROWS) else Hashed()
 
 
-def remarks(column: Column, encoding: Encoding) -> list[str]:
-    """Return what a user should know of a column, from its values: that it is empty, or always the same."""
+def remarks(column: Column, encoding: Encoding, spellings: Iterable[str]) -> list[str]:
+    """Return what a user should know of a column: why it is not used though nobody said so, or teaches nothing.
+
+    Args:
+        column: The column.
+        encoding: What it was taken for.
+        spellings: Texts of a missing value, in lower case.
+    """
+    name = column.name
     if isinstance(encoding, Dropped):
-        return []
-    if not column.is_constant():
-        return []
-    return [f"column {column.name!r} has the same value in every row: nothing can be learnt from it"]
+        if column.missing(spellings).all():
+            return [f"column {name!r} has no values; it is not used"]
+        return [
+            f"column {name!r} is not used: it has {column.num_distinct()} different texts, each in a few rows, as "
+            f"names of persons have. To protect all rows of one, name it as the unit (--unit {name}); to use it, "
+            f"declare it: {name}=text in columns"
+        ]
+    if column.is_constant():
+        return [f"column {name!r} has the same value in every row: nothing can be learnt from it"]
+    return []
 
 
 def _names_of_rows(column: Column, values: str) -> check.Refusal:

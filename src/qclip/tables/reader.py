@@ -40,8 +40,12 @@ def stem(path: Path) -> str:
     >>> stem(Path("in/beds.csv.gz"))
     'beds'
     """
-    name = path.name.removesuffix(".gz")
+    name = path.name[:-3] if _is_gzip(path) else path.name
     return next((name[: -len(ending)] for ending in ENDINGS if name.lower().endswith(ending)), name)
+
+
+def _is_gzip(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
 
 
 def read(
@@ -58,6 +62,7 @@ def read(
     - The separator, from the first records, quoted values respected.
     - The encoding: by its mark of byte order, else UTF-8 where the whole file is, else Windows' cp1252 (latin-1 where
       cp1252 has no such character).
+    - Names for columns without one: "column 1" where the first has none.
     - The decimal mark, for each column, unless the separator is a comma: there, and where "1,234" may be thousands or a
       decimal, it has to be given before the column is read as numbers.
 
@@ -85,11 +90,13 @@ def read(
     known = _encoding(path, encoding)
     mark = _sniffed(path, known) if separator is None else _separator(separator)
     with closing(read_records(path, separator=mark, encoding=known)) as records:
-        names = next(records, (0, ()))[1]
+        names, unnamed = _named(next(records, (0, ()))[1])
         _check_header(path, names)
         table = Table.of_records(names, records, str(path))
     columns = _with_decimals(table, mark, decimal)
     notes = _notes(mark if separator is None else ",", known if encoding is None else "utf-8-sig")
+    if unnamed:
+        notes.append(f"columns without a name in the header: {', '.join(unnamed)}")
     commas = [name for name, column in columns.items() if column.decimal == ","]
     if commas and decimal is None:
         notes.append(f"decimal commas in {', '.join(commas)}")
@@ -127,7 +134,7 @@ def _open(path: Path, encoding: str | None) -> Iterator[IO[Any]]:
     mode: Any = "rb" if encoding is None else "rt"
     newline = None if encoding is None else ""
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, mode, encoding=encoding, newline=newline) as stream:
+        with (gzip.open if _is_gzip(path) else open)(path, mode, encoding=encoding, newline=newline) as stream:
             yield stream
     except (EOFError, gzip.BadGzipFile, zlib.error):
         raise check.Refusal(f"{path} is not a whole gzip file; it is damaged or incomplete: get it again") from None
@@ -187,10 +194,20 @@ def _sniffed(path: Path, encoding: str) -> str:
     return best[2]
 
 
+def _named(header: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the names of all columns, and those given to columns without one, such as the index of a data frame.
+
+    >>> _named(["", "age"])
+    (['column 1', 'age'], ['column 1'])
+    """
+    names = [name or f"column {number}" for number, name in enumerate(header, start=1)]
+    return names, [name for name, given in zip(names, header, strict=True) if not given]
+
+
 def _check_header(path: Path, names: Sequence[str]) -> None:
     if not names:
         raise check.Refusal(f"{path} is empty; give a file with a header and rows of values")
-    if "" in names or len(set(names)) < len(names):
+    if len(set(names)) < len(names):
         remedy = "the first line is the header: give each column a name of its own"
         raise check.refuse("header", list(names), "a list of distinct names", remedy)
 

@@ -111,9 +111,8 @@ class Schema:
             encoding = problems.gather(lambda column=column: _encoding(column, kinds_given, spellings))
             if encoding is not None:
                 found[name] = encoding
-                remarks += kinds.remarks(column, encoding)
-                if isinstance(encoding, Dropped) and name not in kinds_given:
-                    remarks.append(f"column {name!r} has no values; it is not used")
+                if kinds_given.get(name) != "drop":
+                    remarks += kinds.remarks(column, encoding, spellings)
         goal: tuple[tuple[str, ...] | None, Interval | None] | None = None
         if answer is not None:
             goal = problems.gather(lambda: _goal(answer, kinds_given.get(target), classes, spellings))
@@ -175,7 +174,7 @@ class Schema:
                 problems.gather(lambda name=name, encoding=encoding: encoding.check(known[name]))
             else:
                 remedy = did_you_mean(name, set(table.names) - set(full))
-                problems.add(f"column {name!r} is missing, which the schema knows; {remedy}")
+                problems.add(f"column {name!r} is missing, which the model was made for; {remedy}")
         problems.refuse()
         for start in range(0, len(table) if rows is None else len(rows), _CHUNK):
             some = slice(start, start + _CHUNK) if rows is None else rows[start : start + _CHUNK]
@@ -196,6 +195,18 @@ class Schema:
             return torch.from_numpy(OneOf(self.classes).indices(column))
         assert self.interval is not None
         return torch.from_numpy(self.interval.scaled(column)).float().unsqueeze(1)
+
+    def has_target(self, table: Table) -> NDArray[np.bool_]:
+        """Return the rows whose target is known and one that `targets` can read, [rows]; none without the column."""
+        column = self._known(table).get(self.target)
+        if column is None:
+            return np.zeros(len(table), dtype=bool)
+        if self.classes is not None:
+            options = frozenset(self.classes)
+            readable = column.each(options.__contains__, bool)
+        else:
+            readable = np.isfinite(column.numbers_or_nan())
+        return readable & ~column.missing(self._spellings)
 
     def units(self, table: Table) -> np.ndarray:
         """Return the number of each row's unit, counted in the order in which units first occur, [rows]."""

@@ -72,6 +72,7 @@ class Table:
         """
         lines: list[int] = []
         rows: list[Sequence[str]] = []
+        ragged: list[tuple[int, int]] = []
         chunks: list[list[NDArray[Any]]] = [[] for _ in names]
 
         def put_away() -> None:
@@ -81,15 +82,15 @@ class Table:
 
         for line, fields in records:
             if len(fields) != len(names):
-                raise check.Refusal(
-                    f"line {line} of {source} has {len(fields)} values for {len(names)} columns; complete the row, or "
-                    "quote values that hold the separator"
-                )
+                ragged.append((line, len(fields)))
+                continue
             lines.append(line)
             rows.append(fields)
             if len(rows) == _CHUNK:
                 put_away()
         put_away()
+        if ragged:
+            raise _ragged(ragged, len(names), source)
         if not lines:
             raise check.Refusal(f"{source} has no rows of values; check that it is the right file")
         places = np.array(lines, dtype=np.intp)
@@ -131,6 +132,17 @@ class Table:
         return Table(columns, source)
 
 
+def _ragged(rows: Sequence[tuple[int, int]], columns: int, source: str) -> check.Refusal:
+    """Return the refusal of rows of another length than the header, each given by its line and its length."""
+    remedy = "complete the row, or quote values that hold the separator"
+    if len(rows) == 1:
+        return check.Refusal(f"line {rows[0][0]} of {source} has {rows[0][1]} values for {columns} columns; {remedy}")
+    listed = ", ".join(f"line {line} has {count}" for line, count in rows[:3]) + (", ..." if len(rows) > 3 else "")
+    return check.Refusal(
+        f"{len(rows)} lines of {source} have more or fewer values than its {columns} columns: {listed}; {remedy}"
+    )
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return the remedy for a misspelt name: the nearest of the names, if one is near.
 
@@ -162,18 +174,19 @@ def _column(name: str, values: Any) -> Column:
 
 def _of_objects(values: list[Any]) -> tuple[NDArray[Any], bool]:
     """Return the values of a column of objects as one array, and whether they are whole numbers."""
-    known = [value for value in values if not _is_missing(value)]
+    known = [value for value in values if not is_missing(value)]
     if known and all(isinstance(value, int | float | np.number) and not isinstance(value, bool) for value in known):
         whole = all(isinstance(value, int | np.integer) for value in known)
         if not whole or max(abs(int(value)) for value in known) <= _EXACT:
-            return np.array([np.nan if _is_missing(value) else value for value in values], dtype=np.float64), whole
+            return np.array([np.nan if is_missing(value) else value for value in values], dtype=np.float64), whole
     if known and all(isinstance(value, datetime.date) for value in known):
-        plain = [None if _is_missing(value) else _without_zone(value) for value in values]
+        plain = [None if is_missing(value) else _without_zone(value) for value in values]
         return np.array(plain, dtype="datetime64[s]"), False
     return _texts(values), False
 
 
-def _is_missing(value: Any) -> bool:
+def is_missing(value: Any) -> bool:
+    """Return whether a Python value is None, NaN, NaT or pandas.NA."""
     nan = isinstance(value, float | np.floating) and np.isnan(value)
     return value is None or nan or type(value).__name__ in ("NAType", "NaTType")
 
@@ -183,4 +196,4 @@ def _without_zone(value: datetime.date) -> datetime.date:
 
 
 def _texts(values: Iterable[Any]) -> NDArray[Any]:
-    return np.array(["" if _is_missing(value) else str(value).strip() for value in values], dtype=TEXT)
+    return np.array(["" if is_missing(value) else str(value).strip() for value in values], dtype=TEXT)

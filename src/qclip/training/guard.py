@@ -1,5 +1,6 @@
 """The guard: a hook that lets an optimizer apply released gradients, each once, and nothing else."""
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -162,6 +163,7 @@ class Guard:
             return Refusal(
                 f"{name} is a raw gradient, not one that qclip released for this step: call optimizer.zero_grad(), and "
                 "training.loss(outputs, targets).backward() instead of criterion(outputs, targets).backward()"
+                + _trainer()
             )
         if released.is_applied(parameter):
             return Refusal(
@@ -170,5 +172,12 @@ class Guard:
             )
         return Refusal(
             f"{name} was changed after its release: remove what changes it in place, such as clip_grad_norm_ or "
-            "another backward(); it is clipped and noisy already"
+            f"another backward(); it is clipped and noisy already{_trainer()}"
         )
+
+
+def _trainer() -> str:
+    """Return where to go from Hugging Face's Trainer, whose loop does what is refused, if it may be in use."""
+    if "transformers.trainer" not in sys.modules or "qclip.integrations.transformers.trainer" in sys.modules:
+        return ""
+    return ". In place of transformers.Trainer take qclip.integrations.transformers.PrivateTrainer"

@@ -21,4 +21,6 @@ def test_the_header_of_a_column_of_numbers_aligns_right_too():
 def test_an_image_lives_inside_the_page(tmp_path):
     picture = tmp_path / "p.png"
     picture.write_bytes(b"\x89PNG rest")
-    assert page.image(picture, "a plot") == '<img alt="a plot" src="data:image/png;base64,iVBORyByZXN0">'
+    assert page.image(picture, "a plot") == (
+        '<div class="scroll picture"><img alt="a plot" src="data:image/png;base64,iVBORyByZXN0"></div>'
+    )

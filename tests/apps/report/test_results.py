@@ -39,7 +39,7 @@ def test_each_class_has_its_recall_and_precision(tmp_path):
     row = "".join(f'<td class="number">{cell}</td>' for cell in ("15", "10", "0.400", "0.667"))
     assert f"<td>&lt;yes&gt;</td>{row}" in html
     assert "gives to “&lt;yes&gt;”" in html
-    assert 'alt="share that came true against probability"' in html
+    assert 'alt="share that came true against probability: ' in html
 
 
 def test_a_run_without_details_has_its_metrics_alone(tmp_path):

@@ -25,6 +25,7 @@ def text_of(path):
 
 def test_a_report_holds_its_numbers_and_its_pictures(tmp_path):
     html = text_of(write_report(made_run(tmp_path)))
+    assert 'alt="threshold against steps: from ' in html
     assert html.count("<img") == 4
     for shown in (
         "0.39",

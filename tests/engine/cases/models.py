@@ -90,10 +90,10 @@ def _siglip(B: int) -> Problem:
     return Problem(model, {"pixel_values": torch.randn(B, 3, 8, 8)}, loss=_pooled)
 
 
-def _t5(B: int) -> Problem:
+def _t5(B: int, attention: str = "eager", dropout: float = 0.0) -> Problem:
     model = _build(
-        "T5ForConditionalGeneration", "T5Config", "eager", vocab_size=V, d_model=8, d_kv=4, d_ff=12, num_layers=2,
-        num_heads=2, relative_attention_num_buckets=4, dropout_rate=0.0, use_cache=False,
+        "T5ForConditionalGeneration", "T5Config", attention, vocab_size=V, d_model=8, d_kv=4, d_ff=12, num_layers=2,
+        num_heads=2, relative_attention_num_buckets=4, dropout_rate=dropout, use_cache=False,
     )  # fmt: skip
     words = ids(B, T)
     return Problem(model, {"input_ids": ids(B, 5), "decoder_input_ids": words}, words, _next_token)
@@ -139,6 +139,31 @@ def _deberta(B: int) -> Problem:
     return Problem(model, {"input_ids": words, "attention_mask": torch.ones_like(words)}, loss=_features)
 
 
+def _mixture(B: int) -> Problem:
+    """Rows are sorted by expert, and their products grouped."""
+    return _causal(B, _decoder("Qwen3Moe", num_key_value_heads=1, head_dim=4, num_experts=4, num_experts_per_tok=2,
+                               moe_intermediate_size=8, decoder_sparse_step=1))  # fmt: skip
+
+
+def _mamba(B: int) -> Problem:
+    sizes = {"vocab_size": V, "hidden_size": 8, "state_size": 4, "num_hidden_layers": 1, "expand": 2}
+    return _causal(B, _build("MambaForCausalLM", "MambaConfig", "eager", **sizes, time_step_rank=2, use_cache=False))
+
+
+def _vision_language(B: int) -> Problem:
+    """The features of an image take the places of some words."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {name: value for name, value in SMALL.items() if name != "vocab_size"} | {"num_hidden_layers": 1}
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4, projection_dim=8)
+    text = transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 1}, max_position_embeddings=16, use_cache=False)
+    model = _build("LlavaForConditionalGeneration", "LlavaConfig", vision_config=vision, text_config=text,
+                   image_token_index=0, vision_feature_layer=-1)  # fmt: skip
+    words = 1 + ids(B, 7, high=V - 1)
+    words[:, 1:5] = 0
+    words[::2] = words[::2].roll(1, 1)
+    return Problem(model, {"input_ids": words, "pixel_values": torch.randn(B, 3, 8, 8)}, words, _next_token)
+
+
 MODELS: list[Case] = family(
     "model",
     {
@@ -155,8 +180,18 @@ MODELS: list[Case] = family(
         "llama-tied": lambda B: _causal(B, _decoder("Llama", num_key_value_heads=2, tie_word_embeddings=True)),
         "mistral": lambda B: _causal(B, _decoder("Mistral", num_key_value_heads=1, head_dim=4)),
         "gpt-neox": lambda B: _causal(B, _decoder("GPTNeoX", attention_dropout=0.0, hidden_dropout=0.0)),
+        "mixture-of-experts": _mixture,
+        "mamba": _mamba,
+        "vision-language": _vision_language,
         "t5": _t5,
         "wav2vec2": _wav2vec2,
         "whisper": _whisper,
     },
-) + family("model", {"gpt2-dropout": lambda B: _causal(B, _gpt2(dropout=0.2))}, random=True)
+) + family(
+    "model",
+    {
+        "gpt2-dropout": lambda B: _causal(B, _gpt2(dropout=0.2)),
+        "t5-dropout": lambda B: _t5(B, "sdpa", dropout=0.2),
+    },
+    random=True,
+)

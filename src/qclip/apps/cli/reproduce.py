@@ -6,6 +6,8 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
+from qclip import _validate as check
+
 
 @dataclass(frozen=True)
 class ReproduceCommand:
@@ -27,6 +29,8 @@ class ReproduceCommand:
             from qclip.apps.experiments.reproduce import reproduce, summary
         except ModuleNotFoundError as missing:
             raise ModuleNotFoundError(f"{missing.name} is not installed; pip install 'qclip[reproduce]'") from missing
+        if self.data_dir is not None and not self.data_dir.is_dir():
+            raise check.refuse("--data-dir", str(self.data_dir), "a folder that exists", "check the path")
         only = [name.strip() for given in self.only for name in given.split(",")]
         rows = reproduce(self.out, quick=self.quick, only=only, data_dir=self.data_dir, console=console)
         console.print(summary(rows))

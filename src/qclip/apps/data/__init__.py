@@ -55,7 +55,7 @@ def load(
     if name not in NAMES:
         if not is_table(name):
             bound = f"one of {', '.join(map(repr, NAMES))}, or a path to a {', '.join(ENDINGS)} (or .gz)"
-            raise check.refuse("name", name, bound, "check the spelling")
+            raise check.refuse("name", name, bound, "check the spelling, or save other kinds of files as .csv")
         _refuse_given(name, data_dir=data_dir)
         return csv_file(Path(name), **options)
     _refuse_given(name, **options)

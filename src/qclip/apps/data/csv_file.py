@@ -23,6 +23,8 @@ from qclip.tables.reader import stem
 from qclip.tables.table import Table
 
 BALANCED = "balanced"
+SHARES_OFF = 0.02
+"""How far from 1 the shares of the classes may add up, since published ones are rounded."""
 COLUMNS = "the names of the columns, and the kinds of those not declared"
 
 
@@ -248,6 +250,8 @@ def _weights(schema: Schema, options: TableOptions) -> Tensor | None:
                 "cover"
             )
         numbers = _of_each_class("class_shares", shares, schema.classes)
+        if not math.isclose(sum(numbers), 1, abs_tol=SHARES_OFF):
+            raise check.refuse("sum of class_shares", sum(numbers), "1", "give the share of each class, such as 0.04")
         return torch.tensor([1 / (len(numbers) * share) for share in numbers])
     if shares is not None or isinstance(weights, str):
         remedy = f'give weights, or "{BALANCED}" with class_shares'

@@ -167,6 +167,8 @@ def reproduce(
             progress.advance(task)
             verdict = rows[-1].outcome.verdict
             console.print(f"[{COLORS[verdict]}]{verdict:8}[/] {claim.id:32} {rows[-1].seconds:6.1f} s")
+            if verdict == "fails":
+                console.print(f"  {rows[-1].outcome.measured}", highlight=False, markup=False)
     return rows
 
 

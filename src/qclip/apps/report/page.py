@@ -30,15 +30,21 @@ img { max-width: 100%; margin: .4rem 0; border: 1px solid #eef0f2; }
 div.formula { overflow: auto hidden; margin: .5rem 0; padding: .2rem 0; } div.formula math { font-size: 1.1rem; }
 a { color: #2563a8; text-decoration: none; }
 .tag { display: inline-block; border-radius: 3px; padding: 0 .5em; font-size: .82rem; font-weight: 600; color: #fff; }
-.holds { background: #2e8b57; } .erratum { background: #d9822b; } .fails { background: #c23b3b; }
+.holds { background: #26774a; } .erratum { background: #a65d15; } .fails { background: #c23b3b; }
+p a, td a, li a { text-decoration: underline; } dd { overflow-wrap: anywhere; }
+@media (max-width: 40rem) { main dl { grid-template-columns: 1fr; } dd { margin-bottom: .4rem; }
+  .picture img { max-width: none; } }
+@media screen and (prefers-color-scheme: dark) { html { background: #fff; filter: invert(.9) hue-rotate(180deg); } }
 """
+"""A dark page is the negative of the light one, pictures included, with the hues turned back."""
 
 
 def page(title: str, body: Iterable[str]) -> str:
     """Return a whole document around the given fragments."""
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     return (
-        f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head><body>{"".join(body)}</body></html>\n'
+        f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head>'
+        f"<body><main>{''.join(body)}</main></body></html>\n"
     )
 
 
@@ -98,9 +104,9 @@ def caption(*sentences: str) -> str:
 
 
 def image(path: Path, alternative: str) -> str:
-    """Return a PNG image embedded in the page."""
+    """Return a PNG image embedded in the page; on a narrow page it scrolls rather than shrinks."""
     data = base64.b64encode(path.read_bytes()).decode()
-    return f'<img alt="{escape(alternative)}" src="data:image/png;base64,{data}">'
+    return f'<div class="scroll picture"><img alt="{escape(alternative)}" src="data:image/png;base64,{data}"></div>'
 
 
 def definitions(pairs: Iterable[tuple[str, str]]) -> str:

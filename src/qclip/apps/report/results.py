@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from html import escape
 
+import numpy as np
+
 from qclip.apps.report import figures, page, words
 from qclip.apps.report.record import Record
 from qclip.apps.run_summary import Evaluation
@@ -36,7 +38,9 @@ def section(record: Record) -> Iterator[str]:
     if evaluation is not None and evaluation.classes:
         yield from _classes(evaluation)
     if len(record.scores) > 1:
-        yield figures.picture(figures.held_out(record), "held-out metrics over the run")
+        courses = {name: [score.values.get(name, np.nan) for score in record.scores] for name in record.metrics}
+        said = "; ".join(f"{name} {words.course(np.array(values))}" for name, values in courses.items())
+        yield figures.picture(figures.held_out(record), f"held-out metrics over the run: {said}")
 
 
 def _metrics(record: Record, evaluation: Evaluation | None) -> str:
@@ -75,7 +79,9 @@ def _classes(evaluation: Evaluation) -> Iterator[str]:
             f"Examples in bins of the probability that the model gives to {of}: how often it was so.",
             "On the dashed line, probabilities can be taken at their word. The larger a dot, the more examples.",
         )
-        yield figures.picture(figures.calibration(evaluation.calibration), "share that came true against probability")
+        points = ", ".join(f"{share:.2f} at {probability:.2f}" for probability, share, _ in evaluation.calibration)
+        alternative = f"share that came true against probability: {points}"
+        yield figures.picture(figures.calibration(evaluation.calibration), alternative)
 
 
 def _share(part: int, whole: int) -> str:

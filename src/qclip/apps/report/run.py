@@ -115,7 +115,7 @@ def _threshold(record: Record) -> Iterator[str]:
         "The axis is logarithmic.",
         SHADED if record.lost.any() else "",
     )
-    yield picture(figures.threshold_path(record), "threshold against steps")
+    yield picture(figures.threshold_path(record), f"threshold against steps: {words.course(record.taus)}")
     if count > 1:
         yield _groups(record)
 
@@ -141,7 +141,11 @@ def _unclipped(record: Record) -> Iterator[str]:
         f"Lines: running means over {figures.window(len(record.steps))} steps.",
         *_reading(record),
     )
-    yield picture(figures.unclipped_fraction(record), "fraction of examples left unclipped against steps")
+    mean = figures.running_mean(record.noisy_unclipped, figures.window(len(record.steps)))
+    yield picture(
+        figures.unclipped_fraction(record),
+        f"fraction of examples left unclipped against steps, as a running mean: {words.course(mean)}",
+    )
 
 
 def _reading(record: Record) -> Iterator[str]:
@@ -166,7 +170,7 @@ def _costs(record: Record) -> Iterator[str]:
         return
     yield "<h2>What noise and clipping cost</h2>"
     yield caption(*_sources(record), words.costs(record))
-    yield picture(figures.costs(record), "noise and bias of the mean gradient against steps")
+    yield picture(figures.costs(record), f"noise and bias of the mean gradient against steps. {words.costs(record)}")
 
 
 def _sources(record: Record) -> Iterator[str]:
@@ -195,7 +199,7 @@ def _learning_rate(record: Record) -> Iterator[str]:
         "points back; in the second half it decays to 0.",
         f"It began at {words.number(float(search[0]), 2)} and came to {words.number(float(search[-1]), 2)}.",
     )
-    yield picture(figures.learning_rate(record), "learning rate against steps")
+    yield picture(figures.learning_rate(record), f"learning rate against steps: {words.course(rates)}")
 
 
 def _epsilon(record: Record) -> Iterator[str]:
@@ -203,7 +207,7 @@ def _epsilon(record: Record) -> Iterator[str]:
         return
     yield "<h2>Privacy spent</h2>"
     yield caption("Each step spends a little. Dots: the steps at which epsilon was computed.")
-    yield picture(figures.epsilon_spent(record), "epsilon spent against steps")
+    yield picture(figures.epsilon_spent(record), f"epsilon spent against steps: {words.course(record.epsilons)}")
 
 
 def _certificate(record: Record) -> Iterator[str]:

@@ -139,6 +139,22 @@ def taus(record: Record) -> str:
     return number(low, 3) if len(record.groups) == 1 else f"{number(low, 3)} to {number(high, 3)}"
 
 
+def course(values: Floats) -> str:
+    """Return in words how a row of values, [n] or [n, K], goes, for readers who do not see its figure.
+
+    >>> course(np.array([0.1, 3.0, 1.5625])), course(np.array([[2.0, np.nan], [4.0, np.nan]]))
+    ('from 0.1 to 1.562, between 0.1 and 3', 'from 2 to 4, between 2 and 4')
+    >>> course(np.array([np.nan]))
+    'without values'
+    """
+    rows = np.asarray(values, dtype=np.float64).reshape(len(values), -1)
+    rows = rows[np.isfinite(rows).any(axis=1)]
+    if not len(rows):
+        return "without values"
+    first, last = (number(float(np.nanmean(row))) for row in rows[[0, -1]])
+    return f"from {first} to {last}, between {number(float(np.nanmin(rows)))} and {number(float(np.nanmax(rows)))}"
+
+
 def steps(record: Record) -> str:
     """Format the number of steps done; for an unfinished run, of how many."""
     done, planned = plain(record.done), plain(record.summary.num_steps)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from qclip._validate import Refusal
@@ -240,7 +241,13 @@ def require_gradient_mode() -> None:
 
 def require_inputs(batch: Any) -> None:
     """Refuse a batch that holds anything but dense tensors, numbers and text: other values have no examples."""
-    for leaf in pytree.tree_leaves(batch):
+    for leaf in pytree.tree_leaves(batch, is_leaf=lambda x: isinstance(x, PackedSequence)):
+        if isinstance(leaf, PackedSequence):
+            raise Refusal(
+                "the batch holds a PackedSequence, in which no tensor has one row per example; pass the padded rows "
+                "and their lengths, and pack them inside of the model (pack_padded_sequence(x, lengths.cpu(), "
+                "batch_first=True, enforce_sorted=False)), or leave them padded with a masked loss, which is faster"
+            )
         if not isinstance(leaf, (Tensor, int, float, str, bool, type(None), torch.dtype, torch.device)):
             raise Refusal(
                 f"the batch holds a {type(leaf).__name__}; pass tensors, numbers and text, in tuples, lists or dicts "

@@ -6,6 +6,9 @@ the same layout. Torch tells the layouts apart by strides, and the stride of a d
 that of a batch of one example, or of images with one row of pixels, made of tokens. The gradients of input, weight and
 bias are then wrong by as much as their own norm. ``instance_norm`` uses the same code, with all examples as the
 channels of one.
+
+Memory that is not initialised is no fault, but holds other numbers every time, which a proof would find: a capture
+fills it with zeros.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -103,15 +106,25 @@ def _fixed(
     return result.to(input.dtype)
 
 
+def _filled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad():
+            return function(*args, **kwargs).zero_()
+
+    return run
+
+
 def _is_image(x: Tensor) -> bool:
     """Return whether a tensor has memory formats to mistake, on a device where that was seen."""
     return x.device.type == "cpu" and x.dim() > 3
 
 
 _FAULTY: Final = {"batch_norm": torch.batch_norm, "instance_norm": torch.instance_norm}
+_EMPTY: Final = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)
 CORRECTED: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = {
     torch.batch_norm: _batch_norm,
     torch.instance_norm: _instance_norm,
+    **{function: _filled(function) for function in _EMPTY},
 }
-"""What to run in place of a faulty function."""
+"""What to run in place of a function that is faulty, or leaves memory as it is."""
 _avoided: Final = SharedContext(_replaced)

@@ -23,6 +23,7 @@ _SORTS: Final = {torch.sort, _T.sort, torch.argsort, _T.argsort}
 _GATHERS: Final = {_T.__getitem__, torch.index_select, _T.index_select, F.embedding, torch.embedding}
 _SELECTIONS: Final = {torch.masked_select, _T.masked_select}
 _MASKED_WRITES: Final = {torch.masked_scatter, _T.masked_scatter, _T.masked_scatter_}
+_REPEATS: Final = {torch.repeat_interleave, _T.repeat_interleave}
 _INDEXED_WRITES: Final = {
     torch.index_add, _T.index_add, _T.index_add_, torch.index_copy, _T.index_copy, _T.index_copy_,
 }  # fmt: skip
@@ -94,6 +95,9 @@ class Origins:
             return "lost"
         if call.function in _GATHERS:
             return self._follow_gather(call.function, call.args, result)
+        if call.function in _REPEATS:
+            origin, length = self._origin(call.args[0])
+            return self._settle(result, origin.repeat_interleave(call.args[1]), length)
         return _home_if(self._leaves_home(call.function, call.args))
 
     def _leaves_home(self, function: Callable[..., Any], args: tuple[Any, ...]) -> bool:
@@ -184,7 +188,8 @@ class Origins:
         if not self._is_plain(x) or mask.dtype != torch.bool:
             return False
         counts = mask.expand(x.shape).reshape(self._batch_size, -1).sum(1)
-        return bool((counts == (counts[0] if of is None else of // self._batch_size)).all())
+        wanted = counts[0] if of is None or not counts.any() else of // self._batch_size
+        return bool((counts == wanted).all())
 
     def _is_plain(self, x: Any) -> bool:
         """Return whether a tensor has the rows of the examples in front, where they belong."""
@@ -201,19 +206,26 @@ class Origins:
 
     def _sets_home(self, x: Tensor, index: Any, values: Any) -> bool:
         """The same of ``x[index] = values``."""
-        if not isinstance(index, Tensor) or not isinstance(values, Tensor):
+        first, *others = index if isinstance(index, tuple) else (index,)
+        others = [other for other in others if isinstance(other, Tensor) or not _is_whole(other)]
+        if not isinstance(first, Tensor) or not isinstance(values, Tensor):
             return False
-        if index.dtype == torch.bool:
-            marked = index.reshape(*index.shape, *[1] * (x.dim() - index.dim()))
-            is_row_each = values.dim() == x.dim() - index.dim() + 1 and len(values) == int(index.sum())
-            return is_row_each and self._is_plain(values) and self._is_even(x, marked)
-        return index.dim() == 1 and self._writes_home(x, index, values)
+        if first.dtype != torch.bool:
+            are_rows = first.dim() == 1 and all(isinstance(x, Tensor) for x in others)
+            return are_rows and self._writes_home(x, first, values)
+        marked = first.reshape(*first.shape, *[1] * (x.dim() - first.dim()))
+        is_row_each = values.dim() == x.dim() - first.dim() + 1 and len(values) == int(first.sum())
+        return not others and is_row_each and self._is_plain(values) and self._is_even(x, marked)
 
 
 def _table_and_index(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Tensor, Any]:
     if function is F.embedding:
         return args[1], args[0]
     return args[0], args[1] if function in (torch.embedding, _T.__getitem__) else args[2]
+
+
+def _is_whole(index: Any) -> bool:
+    return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
 
 
 def _home_if(holds: bool) -> str:

@@ -87,9 +87,9 @@ def placed(layout: Layout, length: int, order: Tensor | None, batch_size: int) -
     return Flat(length // batch_size) if order is None else Routed(length // batch_size, order)
 
 
-def has_examples_in_front(layout: Layout) -> bool:
-    """Return whether the rows of an example follow each other along the first dimension, or are put there."""
-    return not (isinstance(layout, Axis) and layout.axis > 0) and not (isinstance(layout, Flat) and layout.interleaved)
+def is_interleaved(layout: Layout) -> bool:
+    """Return whether rows of other examples lie between those of one."""
+    return isinstance(layout, Flat) and layout.interleaved
 
 
 def relative(lengths: Iterable[int], batch_size: int) -> tuple[Any, ...]:

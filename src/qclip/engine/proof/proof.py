@@ -24,7 +24,7 @@ from qclip._validate import Refusal
 from qclip.engine import batch as batches
 from qclip.engine.capture.capture import Capture
 from qclip.engine.capture.repeat import Script
-from qclip.engine.gradients.layouts import Layout, Single, candidates, has_examples_in_front, placed
+from qclip.engine.gradients.layouts import Layout, Single, candidates, is_interleaved, placed
 from qclip.engine.gradients.plan import Plan, SitePlan, plan_site, signature
 from qclip.engine.gradients.sites import Site
 from qclip.engine.proof.separation import Mixing, mixing, replacement, require_separation, separating_subsets
@@ -185,8 +185,8 @@ def _plan(capture: Capture, unseen: Sequence[str], reached: Sequence[bool], subj
 
 def _doubt(capture: Capture, used: Sequence[SitePlan | None], ambiguous: Sequence[Site]) -> str:
     """Return why the owners of the rows may be others in the next batch, or an empty string."""
-    in_front = all(how is None or has_examples_in_front(how.layout) for how in used)
-    if capture.routes and (capture.origins.lost or not in_front):
+    interleaved = any(how is not None and is_interleaved(how.layout) for how in used)
+    if capture.routes and (capture.origins.lost or interleaved):
         return f"data decide which rows go where, at {capture.routed_by}"
     more = f", and {len(ambiguous) - 1} more" if len(ambiguous) > 1 else ""
     return f"more than one layout fits {ambiguous[0]}{more}" if ambiguous else ""

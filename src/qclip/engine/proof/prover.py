@@ -32,7 +32,7 @@ from qclip.engine.proof.proof import (
     require_owners,
     require_separation_in_float32,
 )
-from qclip.engine.proof.separation import Mixing, replacement
+from qclip.engine.proof.separation import Mixing, replacement, require_rows_in_bags
 from qclip.engine.proof.totals import is_rough, plain_gradients, require_totals
 from qclip.engine.proof.traces import Repetition, Trial
 from qclip.engine.randomness import NoDropout, RandomState, drawn_call_by_call
@@ -110,6 +110,7 @@ class Prover:
         """Whether the evaluation drew random numbers from any generator."""
         self._fingerprints: set[int] = set()
         self._unseen: list[str] = []
+        self._at_rest = False
 
     def prove(self, *, on_few: bool = False) -> Plan:
         """Return a plan for the run.
@@ -134,9 +135,27 @@ class Prover:
         except NotTogether as refusal:
             return self._one_by_one(refusal)
         except Mixing as refusal:
+            require_rows_in_bags(self._run.capture.sites, self._batch)
             if not (self.draws and self._run.capture.routes):
                 raise
             return self._one_by_one(refusal)
+
+    def prove_at_rest(self, plan: Plan) -> Plan:
+        """Return a plan that also holds for gradients that are zero at perturbed parameters, and not at these.
+
+        Args:
+            plan: The plan that is proven at perturbed parameters.
+
+        Raises:
+            Refusal: The run cannot be proven at its own parameters.
+        """
+        self._at_rest = True
+        here = self._plan([])
+        if here.whole != plan.whole or len(here.sites) != len(plan.sites):
+            return plan
+        shown = plan.silent - here.silent
+        sites = tuple(here.sites[k] if k in shown else how for k, how in enumerate(plan.sites))
+        return replace(plan, sites=sites, silent=plan.silent - shown)
 
     def _on_few(self) -> Plan | None:
         """Return a plan that is proven on a few examples, if all of them make the same calls and agree with it.
@@ -216,7 +235,7 @@ class Prover:
             self._run.batch_size,
             engine.device,
             self._rerun,
-            perturbed=lambda: perturbed(engine.parameters.values(), constants),
+            perturbed=lambda: nullcontext() if self._at_rest else perturbed(engine.parameters.values(), constants),
             evaluation=lambda: in_evaluation(engine.model),
             enlarged=lambda factors: enlarged(engine.model, factors),
             in_float64=self._in_float64,

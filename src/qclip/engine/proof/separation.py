@@ -2,14 +2,16 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qclip._validate import Refusal
 from qclip.engine import batch as batches
+from qclip.engine.gradients.sites import Site
 
 T = TypeVar("T")
 
@@ -46,13 +48,28 @@ def require_separation(
 
 def mixing(where: str) -> Mixing:
     """Return the refusal of a model that mixes examples there."""
-    bags = "An embedding bag with offsets has no row per example: pad the ids to [B, n]. " * ("embedding_bag" in where)
     return Mixing(
-        f"examples mix: replacing some of them changed others, {where}. {bags}Per-example clipping needs a model in "
+        f"examples mix: replacing some of them changed others, {where}. Per-example clipping needs a model in "
         "which they do not: replace batch statistics (BatchNorm by GroupNorm, with qclip.fix(model)), attention or "
         "contrast across the batch; inputs that are not one row per example must not have the batch's length as first "
         "dimension"
     )
+
+
+def require_rows_in_bags(sites: Sequence[Site], batch: Any) -> None:
+    """Refuse a batch with the ids of all examples in one list, cut by offsets: it is not examples that mix there."""
+    given = {x.data_ptr() for x in batches.tensor_leaves(batch) if x.dim() == 1}
+    for site in sites:
+        vectors = [x for x, _ in site.call.versions if x.dim() == 1 and not x.is_floating_point()]
+        if (
+            site.call.function is F.embedding_bag
+            and len(vectors) > 1
+            and given.issuperset(map(Tensor.data_ptr, vectors))
+        ):
+            raise Refusal(
+                f"{site}: its ids have no row per example, but are one list, cut by offsets; pad the ids to [B, n] "
+                "instead (with padding_idx, or with per_sample_weights of 0), and leave the offsets out"
+            )
 
 
 def separating_subsets(batch_size: int, losses: Tensor) -> list[Tensor]:
