@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from qclip.apps.report.style import label, new_figure
+from qclip.apps.report.style import RED, label, new_figure
 
 
 def test_labelled_lines_differ_in_more_than_colour():
@@ -13,7 +13,7 @@ def test_labelled_lines_differ_in_more_than_colour():
     for k in range(5):
         ax.plot(np.arange(10), np.arange(10) + k, label=f"line {k}")
     ax.plot(np.arange(500), np.arange(500), "o-", label="many points")
-    ax.axhline(3, color="k", label="a guide")
+    ax.axhline(3, color=RED, label="a guide")
     label(ax, "x", "y")
     *lines, guide = ax.lines
     assert len({line.get_marker() for line in lines}) == 6

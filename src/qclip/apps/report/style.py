@@ -42,7 +42,8 @@ def style_axes(axes: Iterable[Axes]) -> None:
 
 def _tell_apart(ax: Axes) -> None:
     """Give the labelled lines of axes markers and dashes, so that they are told apart without their colours."""
-    lines = [line for line in ax.lines if not str(line.get_label()).startswith("_") and line.get_color() in CYCLE]
+    drawn = [line for line in ax.lines if line.get_transform() == ax.transData]  # not the guides of axhline
+    lines = [line for line in drawn if not str(line.get_label()).startswith("_") and line.get_color() in CYCLE]
     if len(lines) < 2:
         return
     for k, line in enumerate(lines):
