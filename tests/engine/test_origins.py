@@ -193,3 +193,16 @@ def test_routing_in_which_examples_meet(function):
     x, targets = sample(0)
     with pytest.raises(Refusal):
         check(Engine(experts(function)), (x,), targets)
+
+
+def frozen_rows_left_moved(n, x, lengths):
+    """Rows sorted by length, without a gradient, that stay where they are."""
+    return n.one(x[lengths.argsort()].detach())
+
+
+def test_rows_that_do_not_come_home():
+    """Each loss is of another example than its target."""
+    engine = Engine(Net(frozen_rows_left_moved, one=nn.Linear(D, 2)))
+    x, targets = sample(0)
+    with pytest.raises(Refusal):
+        check(engine, (x[:, 0], torch.tensor([4, 1, 3, 2])), targets)

@@ -417,10 +417,10 @@ class Engine:
             self.proofs += 1
             prover, hidden = Prover(self, run, evaluate, batch), plan
             plan = deterministically(self.device, lambda: prover.prove_at_rest(hidden))
-        key = self._kind(run, kind)
-        if key in self._plans:
-            _, new_uses, snapshot = self._plans[key]
-            self._plans[key] = plan, max(uses, new_uses), snapshot
+            key = self._kind(run, kind)
+            if key in self._plans:
+                _, new_uses, snapshot = self._plans[key]
+                self._plans[key] = plan, max(uses, new_uses), snapshot  # else the next proof would hide it again
         require_owners(Repetition(run.capture, run.losses, random=False), plan)
         self._wakes += 1
         if self._wakes == _WAKES and not self._warned:
@@ -675,7 +675,7 @@ class Engine:
 
 def _slow(run: "Run", plan: Plan) -> str:
     """Return a warning that a model is proven at every step."""
-    if run.capture.routes:
+    if run.capture.routes and not run.capture.counted_by:
         return (
             "data decide which rows of the batch go where in this model (such as sorting by length or routing to "
             f"experts), at {run.capture.routed_by}, so ownership is proven at every step, which is slow; index with "

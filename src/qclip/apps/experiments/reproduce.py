@@ -124,8 +124,9 @@ def select(only: Sequence[str]) -> list[Claim]:
     claims = {claim.id: claim for claim in CLAIMS}
     for name in only:
         if name not in claims:
-            near = get_close_matches(name, claims, n=3) or list(claims)
-            raise check.refuse("--only", name, "the id of a claim", f"did you mean {' or '.join(near)}?")
+            near = get_close_matches(name, claims, n=3, cutoff=0.3)
+            remedy = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(claims)}"
+            raise check.refuse("--only", name, "the id of a claim", remedy)
     return [claim for claim in CLAIMS if not only or claim.id in only]
 
 

@@ -165,11 +165,12 @@ class Origins:
     def _settle(self, x: Tensor, origin: Tensor, length: int) -> str:
         """Note where the rows of a tensor came from."""
         self._moved.pop(id(x), None)
+        origin = origin.to(x.device)  # an index may lie elsewhere
         if x.shape[:1] != origin.shape or length % self._batch_size or len(origin) % self._batch_size:
             return "lost"
         if self._is_in_order(origin[:, None], length):
             return "home"
-        owners = origin // (length // self._batch_size)
+        owners = origin // max(1, length // self._batch_size)
         counts = torch.bincount(owners, minlength=self._batch_size)
         if bool((counts != len(origin) // self._batch_size).any()):
             return "lost"
@@ -181,7 +182,7 @@ class Origins:
         if length % self._batch_size or len(origin) % self._batch_size:
             return False
         own = torch.arange(len(origin), device=origin.device) // max(1, len(origin) // self._batch_size)
-        return bool((origin // (length // self._batch_size) == own[:, None]).all())
+        return bool((origin // max(1, length // self._batch_size) == own[:, None]).all())
 
     def _is_even(self, x: Tensor, mask: Tensor, *, of: int | None = None) -> bool:
         """Return whether a mask marks as many elements of each example, and as many in all as there are (``of``)."""
@@ -202,7 +203,8 @@ class Origins:
         origin, length = self._origin(values)
         if length % self._batch_size:
             return False
-        return bool((origin // (length // self._batch_size) == index // (len(x) // self._batch_size)).all())
+        owners = origin.to(index.device) // max(1, length // self._batch_size)
+        return bool((owners == index.remainder(len(x)) // max(1, len(x) // self._batch_size)).all())
 
     def _sets_home(self, x: Tensor, index: Any, values: Any) -> bool:
         """The same of ``x[index] = values``."""
