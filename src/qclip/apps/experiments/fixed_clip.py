@@ -191,7 +191,7 @@ def fixed_clip_vs_quantile(effort: Effort) -> Outcome:
 )
 def one_sided_noise(effort: Effort) -> Outcome:
     """Run symmetric and one-sided Pareto noise at several quantiles, at 13 constant thresholds, and unclipped."""
-    steps, rng_seeds = effort.pick(2000, 20_000), effort.pick(64, 256)
+    steps, rng_seeds = effort.pick(2000, 6000), effort.pick(64, 128)
 
     def final(noise: Pareto, **how: Any) -> float:
         problem = HeavyTailedQuadratic(1, noise)
