@@ -43,7 +43,8 @@ def style_axes(axes: Iterable[Axes]) -> None:
 def _tell_apart(ax: Axes) -> None:
     """Give the labelled lines of axes markers and dashes, so that they are told apart without their colours."""
     drawn = [line for line in ax.lines if line.get_transform() == ax.transData]  # not the guides of axhline
-    lines = [line for line in drawn if not str(line.get_label()).startswith("_") and line.get_color() in CYCLE]
+    ours = [line for line in drawn if isinstance(line.get_color(), str) and line.get_color() in CYCLE]  # not of a scale
+    lines = [line for line in ours if not str(line.get_label()).startswith("_")]
     if len(lines) < 2:
         return
     for k, line in enumerate(lines):
