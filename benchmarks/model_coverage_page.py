@@ -78,7 +78,8 @@ Every class of models that transformers' auto classes know, made tiny and clippe
 {size} examples: `make coverage` measures them ([CONTRIBUTING](../CONTRIBUTING.md)) and writes this page. *Exact* means
 that all clipped sums and every norm equal autograd's, one example at a time, with the same random numbers, up to a
 relative error of {exact:g}. Steps are counted in the process time of a plain forward and backward pass of the same tiny
-model: what is measured is overhead, not arithmetic.
+model: what is measured is overhead, not arithmetic. A sweep goes on where it stopped, and rows that a change concerns
+are measured again: rows may be of different commits, and single rows are off where the machine was busy.
 
 transformers {transformers}, torch {torch}, {date}.
 """
