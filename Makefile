@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-smoke test-slow test-machines test-gpu lint format bench coverage api figures clean
+.PHONY: setup demo test test-smoke test-slow test-machines test-gpu mutants lint format bench coverage api figures clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,10 @@ test-gpu:
 	  'installed here: carry them in a folder, PYTHONPATH=folder (CONTRIBUTING.md, "Tests on a GPU")' >&2; exit 1; }
 	PYTHONPATH="src:$$PYTHONPATH" $(PYTHON) -u -m pytest tests/gpu -m gpu --confcutdir=tests/gpu -p no:cacheprovider \
 	  -v -rs --durations=25 --show-capture=no $(ARGS)
+
+# Faults planted one at a time, and what catches them; ARGS='--only "hole 3"' runs some, whose rows are replaced.
+mutants: setup
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m mutants.run --page docs/guarantees.md $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -96,7 +96,9 @@ def test_reproduce_fails_when_a_claim_fails(capsys, tmp_path, monkeypatch):
 def test_reproduce_names_an_unknown_claim_and_an_unwritable_folder(capsys, tmp_path):
     status, _, err = run(capsys, "reproduce", "--only", "lemma-1", "--out", str(tmp_path))
     assert status == 2
-    assert "lemma-1" in err
+    assert "did you mean lemma1-" in " ".join(err.split())
+    assert " ".join(err.split()).count(" or ") == 2  # the three nearest, not all
+    assert "choose from lemma1-" in " ".join(run(capsys, "reproduce", "--only", "zzz")[2].split())
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     assert run(capsys, "reproduce", "--only", "lemma1-proof-step", "--out", str(blocked))[0] == 2

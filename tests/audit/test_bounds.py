@@ -44,13 +44,13 @@ def test_bounds_on_a_gaussian_mechanism_hold_and_are_close(mu):
     """Each of 200 audits exceeds the truth with a probability of 5 % at most: more than 21 do one time in 1e3."""
     generator = np.random.default_rng(0)
     truth = bounds.gaussian_epsilon(mu, DELTA)
-    over = {"gaussian": 0, "clopper_pearson": 0}
+    over = {"gaussian": 0, "skewed": 0, "clopper_pearson": 0}
     shown = []
     for _ in range(200):
         without, canary = scores(mu, 1000, generator)
-        wrong = int((without > 0).sum() + (canary <= 0).sum())
-        shown.append(bounds.gaussian(wrong, 2000, DELTA))
+        shown.append(bounds.gaussian(without, canary, DELTA))
         over["gaussian"] += shown[-1] > truth
+        over["skewed"] += bounds.gaussian(without, canary**3, DELTA) > truth  # a worse attacker
         over["clopper_pearson"] += bounds.clopper_pearson(without, canary, DELTA) > truth
     assert max(over.values()) <= 21, over
     assert np.median(shown) > truth * (0.85 if mu >= 1 else 0.4)
@@ -83,10 +83,11 @@ def test_randomised_response_bounds_the_one_run_audit():
 
 
 def test_no_better_than_a_coin_shows_nothing():
-    assert bounds.gaussian(1000, 2000, DELTA) == 0
     assert bounds.one_run(1000, 100, 50, DELTA) == 0
     assert bounds.one_run_gaussian(1000, 100, 0, DELTA) == 0
     generator = np.random.default_rng(2)
+    assert bounds.gaussian(*generator.random((2, 500)), DELTA) < 0.5
+    assert bounds.gaussian(np.zeros(500), np.zeros(500), DELTA) == 0
     assert bounds.clopper_pearson(*scores(1e-9, 500, generator), DELTA) < 0.2
 
 

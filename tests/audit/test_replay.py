@@ -203,6 +203,16 @@ def test_a_training_that_is_not_the_same_twice_is_refused():
         audit.replay(train, data())
 
 
+def test_counts_without_noise_are_found(monkeypatch):
+    from qclip import accounting
+
+    split = accounting.split
+    monkeypatch.setattr(accounting, "split", lambda z, share: split(z, share)._replace(counts=0.0))
+    found = audit.replay(lambda dataset: plain(dataset, threshold=qclip.PrivateQuantile(0.5, initial=3.0)), data())
+    assert any("cost more" in finding.what for finding in found.findings)
+    assert any("all releases of a step" in finding.what for finding in found.findings)
+
+
 def test_the_account_of_a_run_is_checked(monkeypatch):
     """Releases that cost more than the accountant is told, and an epsilon that is too small for them."""
     from qclip import accounting

@@ -525,6 +525,30 @@ def test_a_branch_that_data_switch_on(turned):
     assert steps(gated(turned), (0, 0, 0, 1, 1, 1)) == [1, 2, 2, 3, 4, 4]
 
 
+def test_experts_that_drop_what_exceeds_their_capacity():
+    """An expert takes 6 rows of a batch: whose row is dropped depends on the others, in batches that exceed it."""
+
+    def forward(n, x):
+        flat = x.reshape(-1, D)
+        chosen = F.one_hot((flat @ n.plane > 0).long(), 2)
+        fits = (chosen * (chosen.cumsum(0) <= 6)).to(flat.dtype)
+        return (fits[:, :1] * n.one(flat) + fits[:, 1:] * n.two(flat)).view(*x.shape[:2], P)
+
+    model = Net(forward, plane=torch.eye(D)[0], one=nn.Linear(D, P), two=nn.Linear(D, P))
+    engine, x, targets = Engine(model), torch.randn(B, 2, D), torch.randn(B)
+
+    def clipped(first):
+        x[..., 0] = torch.tensor(first).view(B, 2)
+        return engine.clipped(lambda pair: squared(model(pair[0]), pair[1]), (x, targets), 0.5)
+
+    with pytest.warns(UserWarning, match=r"every step.*cumsum of a tensor of shape \[8, 2\] counts over several"):
+        found = [clipped([3.0, -3.0] * 4) for _ in range(6)]
+    assert_same(found[-1], oracle.clipped_gradients(model, squared, x, targets, 0.5), rtol=1e-4)
+    assert engine.proofs == 6
+    with pytest.raises(Refusal, match="examples mix"):
+        clipped([3.0] * 7 + [-3.0])
+
+
 def test_a_branch_that_mixes_and_that_data_switch_on():
     model = Net(
         lambda n, x, gate: n.out(x) + gate[:, None] * n.branch(x).roll(1, 0),

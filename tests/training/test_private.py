@@ -284,17 +284,19 @@ def test_an_empty_draw_has_no_loss_and_counts_nobody(monkeypatch):
     assert training.history[0].noisy_unclipped == (0.5,)  # the centre: nothing was added to it
 
 
-def test_sums_are_divided_by_the_expected_batch_size():
+def test_sums_are_divided_by_the_expected_batch_size(monkeypatch):
+    """20 examples are drawn where 40 are expected."""
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self, step: np.arange(20))
     model = nn.Linear(4, 1, bias=False)
     nn.init.zeros_(model.weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    x = torch.eye(4).repeat(10, 1)
+    x = torch.eye(4).repeat(20, 1)
     training = make_private(
-        model, optimizer, TensorDataset(x, torch.ones(40, 1)), loss=lambda out, y: (y - out)[:, 0], batch_size=40,
+        model, optimizer, TensorDataset(x, torch.ones(80, 1)), loss=lambda out, y: (y - out)[:, 0], batch_size=40,
         steps=1, noise_multiplier=0, threshold=Constant(10.0), seed=0,
     )  # fmt: skip
     training.step(next(iter(training.loader)))
-    torch.testing.assert_close(model.weight.detach(), torch.full((1, 4), 0.25))
+    torch.testing.assert_close(model.weight.detach(), torch.full((1, 4), 0.125))
 
 
 # Accounting

@@ -278,3 +278,23 @@ def test_a_threshold_that_looks_at_the_batch_clips_at_its_quantile():
     x, y = examples()
     norms = oracle.clipped_gradients(model, squared, x, y, 1.0).norms
     assert (norms <= released.clip_norms[0] * (1 + 1e-9)).double().mean().item() == pytest.approx(0.5, abs=1 / len(x))
+
+
+def test_a_threshold_is_asked_for_the_step_at_hand():
+    asked = []
+
+    class Asked(Constant):
+        def ask(self, state, step):
+            asked.append(step)
+            return super().ask(state, step)
+
+    query = ask(StepState(7, 1), rule(network(), Asked(lambda step: 1.0 + step)))
+    assert query.clip_norms == (8.0,)
+    assert asked == [7]
+
+
+def test_a_threshold_that_looks_at_the_data_set_is_given_its_norms():
+    threshold = ExactQuantile(0.5, over="dataset")
+    state = StepState(0, threshold.start(1))
+    query = ask(state, rule(network(), threshold, z=0.0), lambda: np.array([[1.0], [2.0], [3.0]]))
+    assert query.clip_norms == (2.0,)

@@ -124,11 +124,10 @@ def white_box(
             state = release(state, attack.sums(joined=joined), query, rule, source).state
             scores[run] += attack.score(sample_rate)
     without, there = scores[~takes_part], scores[takes_part]
-    wrong = int((without > 0).sum() + (there <= 0).sum())
     return CanaryAudit(
         epsilon,
         delta,
-        bounds.gaussian(wrong, runs, delta, confidence),
+        bounds.gaussian(without, there, delta, confidence),
         bounds.clopper_pearson(without, there, delta, confidence),
         bounds.most_epsilon(runs, delta, confidence),
         confidence,

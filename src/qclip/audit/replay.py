@@ -250,7 +250,8 @@ class _Tape:
                 kind = next(iter(value.tensors)).kind
                 what = f"a raw sum ({'counts' if kind == 'counts' else f'gradient, group {group}'}) moved"
                 self.findings.append(Finding(name, what, step, distance / bound, allowed))
-        square = float(((shift / np.array(stds)) ** 2).sum())
+        sizes = np.array(stds)  # a release without noise costs nothing only if nothing moved
+        square = float((np.divide(shift, sizes, out=np.where(shift > 0, np.inf, 0), where=sizes > 0) ** 2).sum())
         total = self._squares[step] = self._squares.get(step, 0.0) + square
         relative = math.sqrt(total) * self.training.plan.noise_multiplier
         if allowed:

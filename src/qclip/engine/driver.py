@@ -675,7 +675,7 @@ class Engine:
 
 def _slow(run: "Run", plan: Plan) -> str:
     """Return a warning that a model is proven at every step."""
-    if run.capture.routes:
+    if run.capture.routes and not run.capture.counted_by:
         return (
             "data decide which rows of the batch go where in this model (such as sorting by length or routing to "
             f"experts), at {run.capture.routed_by}, so ownership is proven at every step, which is slow; index with "

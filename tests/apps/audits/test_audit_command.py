@@ -6,28 +6,52 @@ import numpy as np
 import pytest
 
 import qclip
-from qclip.apps.audits import foreign, suite
+from qclip.apps.audits import foreign, installed, suite
 from qclip.apps.cli import main
 
 
-def test_every_foreign_fault_is_caught_and_the_control_is_not():
+@pytest.fixture
+def restated(monkeypatch):
+    """As where no other library is installed."""
+    monkeypatch.setattr(installed, "available", lambda package: False)
+
+
+def test_every_foreign_fault_is_caught_and_the_control_is_not(restated):
     rows = list(suite.rows("foreign", suite.Scope(quick=True), str))
     assert {row.verdict for row in rows[1:]} == {"caught"}
+    assert {row.values["rule"] for row in rows[1:]} == {"restated"}
     assert rows[0].verdict == "holds"
     assert len(rows) == 1 + len(foreign.FAULTS)
 
 
-@pytest.mark.parametrize("fault", [fault for fault in foreign.FAULTS if fault.scores], ids=lambda fault: fault.name)
+ATTACKED = [fault for fault in foreign.FAULTS if fault.restated.scores]
+
+
+@pytest.mark.parametrize("fault", ATTACKED, ids=lambda fault: fault.name)
 def test_a_fault_is_caught_because_of_the_canary(fault):
     """Without the canary in either world there is nothing to catch. A bound exceeds 1 by chance less than 1 in 20."""
 
     def without(generator, runs, _):
-        return fault.scores(generator, runs, canary=False)
+        return fault.restated.scores(generator, runs, canary=False)
 
-    assert foreign.lower_bound(without, gaussian=fault.gaussian, runs=4000) <= foreign.CLAIM
+    assert foreign.lower_bound(without, gaussian=fault.restated.gaussian, runs=4000) <= foreign.CLAIM
 
 
-def test_the_command_writes_rows_and_a_page(tmp_path, capsys):
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [fault for fault in foreign.FAULTS if fault.package], ids=lambda fault: fault.name)
+def test_a_fault_is_caught_in_the_library_itself(fault):
+    pytest.importorskip(fault.package, reason=f"{fault.package} is not installed")
+    rule, how = fault.rule()
+    assert how == "run"
+    if rule.check is not None:
+        assert rule.check(np.random.default_rng(0))[0]
+        return
+    assert foreign.lower_bound(rule.scores, gaussian=rule.gaussian, runs=rule.most_runs) > foreign.CLAIM
+    without = lambda generator, runs, _: rule.scores(generator, runs, canary=False)  # noqa: E731
+    assert foreign.lower_bound(without, gaussian=rule.gaussian, runs=rule.most_runs) <= foreign.CLAIM
+
+
+def test_the_command_writes_rows_and_a_page(restated, tmp_path, capsys):
     status = main(["audit", "--only", "foreign", "--only", "one-run", "--quick", "--json", "--out", str(tmp_path)])
     rows = json.loads(capsys.readouterr().out)
     assert status == 0

@@ -12,6 +12,7 @@ from qclip.apps.report.compare import compare, constant_columns
 from qclip.apps.report.compare_page import _score_lines, write_comparison
 from qclip.apps.report.record import read
 from qclip.apps.report.style import new_figure
+from qclip.apps.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -132,3 +133,12 @@ def test_json_has_numbers(two):
     assert (first["run"], first["accuracy"], first["p"], first["finished"]) == ("flat", 0.39, 0.5, True)
     assert second["last_tau"] == pytest.approx([1.0, 2.0])
     assert (second["steps"], second["num_steps"], second["finished"]) == (20, 400, False)
+
+
+def test_no_epsilon_is_above_that_of_all_steps(tmp_path):
+    """Single steps have the epsilon of a later one, on a coarse grid; the end of a stopped run has its own."""
+    folder = RunFolder(made_run(tmp_path / "run", steps=20, num_steps=400))
+    folder.write_summary(replace(folder.summary(), epsilon=1.5))
+    record = read(folder.path)
+    assert record.epsilon == record.epsilons.max() == max(score.epsilon for score in record.scores) == 1.5
+    assert record.epsilons[0] == pytest.approx(0.5)

@@ -341,9 +341,10 @@ def test_the_epsilon_curve_goes_through_the_computed_points(tmp_path):
         [1.0, 1.0, 1.5, 1.5, 1.5, 2.0]
     ):  # rounded up to a grid: computed at 2, 5 and 6 steps
         rewrite_line(folder, step, line(step=step, tau=[1.0], noisy_unclipped=[], epsilon=epsilon))
+    RunFolder(folder).write_summary(replace(RunFolder(folder).summary(), epsilon=1.75))  # at 6 steps; 2.0 is for more
     curve = figures.epsilon_spent(read(folder)).axes[0].get_lines()[0]
     assert curve.get_xdata().tolist() == [0, 2, 5, 6]
-    assert curve.get_ydata().tolist() == [0, 1, 1.5, 2]
+    assert curve.get_ydata().tolist() == [0, 1, 1.5, 1.75]
 
 
 def test_names_are_short_and_tell_apart(tmp_path):

@@ -1,7 +1,8 @@
-"""Faults of other libraries, each restated in a few lines, and whether an audit catches them.
+"""Faults of other libraries, and whether an audit catches them: in the libraries themselves, or restated.
 
-None of these rules is anybody's code: each is the release that a documented fault comes to, for many runs at once. The
-attacker is told all but the noise and whether the canary took part, as in `qclip.audit.white_box`.
+The attacker is pointed at the library where it is installed (`qclip.apps.audits.installed`). Otherwise at a rule of a
+few lines: none of these is anybody's code, each is the release that a documented fault comes to, for many runs at once.
+The attacker is told all but the noise and whether the canary took part, as in `qclip.audit.white_box`.
 """
 
 import math
@@ -12,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from qclip._validate import Floats
+from qclip.apps.audits import installed
 from qclip.audit import bounds
 
 DELTA: Final = 1e-5
@@ -26,6 +28,22 @@ Scores = Callable[[np.random.Generator, int, bool], Floats]
 """Returns the attacker's score of each run, with the canary or without: the higher, the more it looks like one."""
 
 
+Check = Callable[[np.random.Generator], tuple[bool, str]]
+"""Returns whether a fault shows, and how, where it is not for an attacker who guesses."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What releases with the fault: a library, or a few lines."""
+
+    scores: Scores | None = None
+    gaussian: bool = False
+    """Whether the release is Gaussian, which allows a sharper bound."""
+    check: Check | None = None
+    most_runs: int | None = None
+    """As many runs as take seconds."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """A fault of a library, and what finds it."""
@@ -34,11 +52,16 @@ class Fault:
     library: str
     source: str
     """Where the fault is documented or was measured."""
-    scores: Scores | None = None
-    gaussian: bool = False
-    """Whether the release is Gaussian and the score a log likelihood ratio, which allows a sharper bound."""
-    check: Callable[[np.random.Generator], tuple[bool, str]] | None = None
-    """Whether the fault shows, and how, where it is not for an attacker who guesses."""
+    restated: Rule
+    package: str = ""
+    """What has to be installed to run the library itself; empty where that is not possible."""
+    run: Rule | None = None
+
+    def rule(self) -> tuple[Rule, str]:
+        """Return the rule to attack, and "run" or "restated"."""
+        if self.run is not None and installed.available(self.package):
+            return self.run, "run"
+        return self.restated, "restated"
 
 
 def no_clipping(generator: np.random.Generator, runs: int, canary: bool) -> Floats:
@@ -110,14 +133,49 @@ def inverted_sign(generator: np.random.Generator) -> tuple[bool, str]:
 
 
 FAULTS: Final = (
-    Fault("ghost clipping with an adaptive threshold does not clip", "Opacus 1.6", "measured", no_clipping),
-    Fault("division by the realised batch size", "Opacus 1.6 and others", "arXiv 2605.15648", realised_size),
-    Fault("threshold with an inverted sign", "Flower 1.42", "measured", check=inverted_sign),
-    Fault("noise scaled by the next threshold", "Flower 1.42", "read", next_threshold),
-    Fault("exact unclipped fraction in the metrics", "Flower 1.42", "read", exact_fraction),
-    Fault("constant seed of the trainer's noise", "opaque", "read", check=constant_seed),
-    Fault("empty batch leaves the threshold without noise", "opaque", "read", empty_batch),
-    Fault("count charged at half of its cost", "opaque", "measured", half_charged_count, gaussian=True),
+    Fault(
+        "ghost clipping with an adaptive threshold does not clip",
+        "Opacus 1.6",
+        "measured",
+        Rule(no_clipping),
+        "opacus",
+        Rule(installed.ghost_adaptive(Z), most_runs=200),
+    ),
+    Fault(
+        "the noisy count is divided by the realised batch size",
+        "Opacus 1.6",
+        "measured; arXiv 2605.15648",
+        Rule(realised_size),
+        "opacus",
+        Rule(installed.realised_size(Z), gaussian=True, most_runs=4000),
+    ),
+    Fault(
+        "threshold with an inverted sign",
+        "Flower 1.41",
+        "measured",
+        Rule(check=inverted_sign),
+        "flwr",
+        Rule(check=installed.inverted_sign),
+    ),
+    Fault(
+        "noise scaled by the next threshold",
+        "Flower 1.41",
+        "measured",
+        Rule(next_threshold),
+        "flwr",
+        Rule(installed.next_threshold(Z), gaussian=True, most_runs=600),
+    ),
+    Fault(
+        "exact clipped fraction in the metrics",
+        "Flower 1.41",
+        "measured",
+        Rule(exact_fraction),
+        "flwr",
+        Rule(installed.exact_fraction, most_runs=200),
+    ),
+    Fault("constant seed of the trainer's noise", "opaque", "read", Rule(check=constant_seed)),
+    Fault("empty batch leaves the threshold without noise", "opaque", "read", Rule(empty_batch)),
+    Fault("count charged at half of its cost", "opaque", "measured", Rule(half_charged_count, gaussian=True)),
 )
 
 
@@ -125,9 +183,7 @@ def lower_bound(scores: Scores, *, gaussian: bool, runs: int, seed: int = 0) -> 
     """Return the lower bound on epsilon from so many runs, half of them with the canary."""
     generator = np.random.default_rng(seed)
     without, canary = (scores(generator, runs // 2, there) for there in (False, True))
-    if gaussian:
-        return bounds.gaussian(int((without > 0).sum() + (canary <= 0).sum()), len(without) + len(canary), DELTA)
-    return bounds.clopper_pearson(without, canary, DELTA)
+    return (bounds.gaussian if gaussian else bounds.clopper_pearson)(without, canary, DELTA)
 
 
 def honest(generator: np.random.Generator, runs: int, canary: bool) -> Floats:

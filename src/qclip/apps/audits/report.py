@@ -26,7 +26,8 @@ LEADS = {
     "noise, and guesses whether an example took part. The lower bound on epsilon may not exceed the claim.",
     "one-run": "Thousands of canaries take part in one training by the toss of a coin each; the attacker guesses about "
     "those where it is surest.",
-    "foreign": "Each fault is restated in a few lines and held against the claim that its library would make.",
+    "foreign": "Each fault is run in its library where that is installed, and otherwise restated in a few lines; it is "
+    "held against the claim that its library would make.",
 }
 
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -149,7 +150,7 @@ def canaries(scope: Scope, say: Say) -> Iterator[Row]:
             "holds" if holds else "fails",
             epsilon,
             round(bound, 4),
-            f"{bound:.2f} of {epsilon:g} shown ({bound / epsilon:.0%}); without an assumption "
+            f"at least {bound:.2f} of {epsilon:g} ({bound / epsilon:.0%}); without an assumption "
             f"{seen.clopper_pearson:.2f}, where so many runs can show {seen.most:.2f}",
             {
                 "share": bound / epsilon,
@@ -175,8 +176,8 @@ def one_runs(scope: Scope, say: Say) -> Iterator[Row]:
             "holds" if seen.holds else "fails",
             epsilon,
             round(seen.lower_bound, 4),
-            f"{seen.lower_bound:.2f} of {epsilon:g} shown ({seen.lower_bound / epsilon:.0%}) by {seen.correct} right "
-            f"guesses of {seen.guesses}; without an assumption {seen.any_mechanism:.2f}",
+            f"at least {seen.lower_bound:.2f} of {epsilon:g} ({seen.lower_bound / epsilon:.0%}) by {seen.correct} "
+            f"right guesses of {seen.guesses}; without an assumption {seen.any_mechanism:.2f}",
             {
                 "share": seen.lower_bound / epsilon,
                 "any_mechanism": seen.any_mechanism,
@@ -200,18 +201,21 @@ def foreign_faults(scope: Scope, say: Say) -> Iterator[Row]:
         f"at least {control:.2f} of the {foreign.CLAIM:g} claimed",
     )
     for fault in foreign.FAULTS:
-        say(f"foreign: {fault.library}, {fault.name}")
-        subject = f"{fault.library}: {fault.name}"
-        if fault.scores is not None:
-            bound = foreign.lower_bound(fault.scores, gaussian=fault.gaussian, runs=runs, seed=scope.seed)
+        rule, how = fault.rule()
+        library = f"{fault.library.split()[0]} {version(fault.package)}" if how == "run" else fault.library
+        say(f"foreign: {library}, {fault.name}")
+        subject = f"{library}, {how}: {fault.name}"
+        if rule.scores is not None:
+            most = min(runs, rule.most_runs or runs)
+            bound = foreign.lower_bound(rule.scores, gaussian=rule.gaussian, runs=most, seed=scope.seed)
             caught, found = bound > foreign.CLAIM, f"at least {bound:.2f} where {foreign.CLAIM:g} is claimed"
             claim: float | None = foreign.CLAIM
             shown: float | None = round(bound, 4)
         else:
-            assert fault.check is not None
-            caught, found = fault.check(np.random.default_rng(scope.seed))
+            assert rule.check is not None
+            caught, found = rule.check(np.random.default_rng(scope.seed))
             claim = shown = None
-        values = {"library": fault.library, "source": fault.source, "rule": "restated"}
+        values = {"library": library, "source": fault.source, "rule": how}
         yield Row("foreign", subject, "caught" if caught else "missed", claim, shown, found, values)
 
 

@@ -3,7 +3,7 @@
 import ast
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -160,19 +160,28 @@ def read(folder: Path) -> Record:
     if not (taus > 0).all():  # false for NaN
         bad = list(lines)[int(np.argmin((taus > 0).all(axis=1)))]
         raise _broken(files, bad, "its thresholds are not all positive")
-    return Record(
-        folder=files.path,
-        summary=summary,
-        steps=np.array(list(lines), dtype=np.int64),
-        taus=taus,
-        noisy_unclipped=_matrix(lines, "noisy_unclipped", files, width=taus.shape[1]),
-        noise_power=_matrix(lines, "noise_power", files, width=taus.shape[1]),
-        clipped_length=_matrix(lines, "clipped_length", files, width=taus.shape[1]),
-        step_sizes=_column(lines, "step_size", math.nan, files),
-        lost=np.array([bool(line.get("lost")) for line in lines.values()], dtype=np.bool_),
-        epsilons=_column(lines, "epsilon", math.inf, files),
-        scores=tuple(_score(line, files) for line in files.scores()),
+    return _within_all(
+        Record(
+            folder=files.path,
+            summary=summary,
+            steps=np.array(list(lines), dtype=np.int64),
+            taus=taus,
+            noisy_unclipped=_matrix(lines, "noisy_unclipped", files, width=taus.shape[1]),
+            noise_power=_matrix(lines, "noise_power", files, width=taus.shape[1]),
+            clipped_length=_matrix(lines, "clipped_length", files, width=taus.shape[1]),
+            step_sizes=_column(lines, "step_size", math.nan, files),
+            lost=np.array([bool(line.get("lost")) for line in lines.values()], dtype=np.bool_),
+            epsilons=_column(lines, "epsilon", math.inf, files),
+            scores=tuple(_score(line, files) for line in files.scores()),
+        )
     )
+
+
+def _within_all(record: Record) -> Record:
+    """Return the record with no epsilon above that of all steps: single steps have that of a later one."""
+    most = record.epsilon
+    scores = tuple(replace(score, epsilon=min(score.epsilon, most)) for score in record.scores)
+    return replace(record, epsilons=np.minimum(record.epsilons, most), scores=scores)
 
 
 def _matrix(lines: Mapping[int, Line], key: str, files: RunFolder, width: int | None = None) -> Floats:

@@ -21,7 +21,7 @@ from qclip.engine.capture.faults import CORRECTED
 from qclip.engine.capture.invocation import Invocation, opened
 from qclip.engine.capture.origins import Origins
 from qclip.engine.capture.overrides import Overrides
-from qclip.engine.capture.routing import ROUTING, moved_dimensions
+from qclip.engine.capture.routing import ROUTING, counted_dimension, moved_dimensions
 from qclip.engine.gradients import rules
 from qclip.engine.gradients.layouts import relative
 from qclip.engine.gradients.sites import Call, Output, Site, Source, results_of, tensors, with_tensors
@@ -106,6 +106,8 @@ class Capture(TorchFunctionMode):
         """Hash of every call: its function, shapes and integers; the same for every batch size."""
         self.routed_by = ""
         """The first call in which data decide where rows go, along a dimension that may hold examples; in words."""
+        self.counted_by = ""
+        """The first call that counts over the rows of several examples, in words."""
         self.origins = Origins(batch_size)
         """Where rows came from that data have moved."""
         self.parameters = parameters  # tensors are kept alive so that their ids stay theirs
@@ -264,6 +266,14 @@ class Capture(TorchFunctionMode):
             for rows, index, dims in moved_dimensions(call)
         )
 
+    def _counts_examples(self, call: Invocation) -> bool:
+        """Return whether a call counts over rows of several examples, so that what follows may depend on others."""
+        dim = counted_dimension(call)
+        if dim is None:
+            return False
+        rows = call.tensors[0]
+        return self._is_data(rows) and self._may_hold_examples(rows.shape[dim], dim)
+
     # Record
 
     def _record(
@@ -356,8 +366,9 @@ class Capture(TorchFunctionMode):
         """Notice whether data move rows, and where these go."""
         moves = call.function in ROUTING and self._moves_examples(call)
         if moves and not self.routed_by:
-            shape = list(call.tensors[0].shape)
-            self.routed_by = f"{resolve_name(call.function) or call.function.__name__} of a tensor of shape {shape}"
+            self.routed_by = _in_words(call)
+        if not self.counted_by and self._counts_examples(call):
+            self.counted_by = _in_words(call)
         if self._overrides is None and (outcome := self.origins.follow(call, results, self._is_data, moves=moves)):
             self.fingerprint = hash((self.fingerprint, outcome))
 
@@ -374,6 +385,11 @@ class Capture(TorchFunctionMode):
         relative_shapes = tuple(relative(shape, self._batch_size) for shape in shapes)
         relative_integers = relative(integers, self._batch_size)
         self.fingerprint = hash((self.fingerprint, call.function, relative_shapes, relative_integers, arrays, others))
+
+
+def _in_words(call: Invocation) -> str:
+    name = resolve_name(call.function) or call.function.__name__
+    return f"{name} of a tensor of shape {list(call.tensors[0].shape)}"
 
 
 def outputs_of(call: Invocation, results: Sequence[Tensor]) -> tuple[Output, ...]:

@@ -21,6 +21,8 @@ from qclip.engine.sharding import Sharding
 
 # Classes of modules that torch.distributed makes, by name: importing it takes seconds.
 _DISTRIBUTED = {"FSDPModule": "fully_shard", "FullyShardedDataParallel": "FullyShardedDataParallel", "DDP": "replicate"}
+_QUANTIZERS = frozenset({"auto_gptq", "awq", "bitsandbytes", "gptqmodel", "hqq"})
+_DEVICES = frozenset({"cpu", "cuda", "meta"})
 _REGISTRIES = frozenset(vars(nn.Module()))
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -44,11 +46,21 @@ def unwrapped(model: nn.Module, *, may_be_sharded: bool = False) -> nn.Module:
                 f"{_named(path, module)} is sharded or replicated by {maker}, which synchronises raw gradients "
                 f"between processes; that is not supported yet: make the model private without {maker}"
             )
+        quantizer = next((package for package in map(_package, type(module).__mro__) if package in _QUANTIZERS), None)
+        if quantizer is not None:
+            raise Refusal(
+                f"{_named(path, module)} is quantized by {quantizer}: what it does to packed weights cannot be proven "
+                "to treat every example by itself; train adapters on a model in bfloat16"
+            )
     if isinstance(model, torch.jit.ScriptModule):
         raise Refusal(
             f"{name}: a scripted module hides which parameters it uses where; pass the module it was scripted from"
         )
     return model
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def distributed_by(kind: type[nn.Module]) -> str | None:
@@ -81,6 +93,11 @@ def trainable(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str,
             raise Refusal(
                 f"parameter {name!r} is float16, whose range is too small for gradients without a loss scale; "
                 "use bfloat16 or float32, or autocast to bfloat16"
+            )
+        if parameter.device.type not in _DEVICES:
+            raise Refusal(
+                f"parameter {name!r} is on {parameter.device.type!r}, where neither proofs nor noise were ever tested; "
+                "train on a CPU or a CUDA GPU"
             )
         if parameter.dtype not in (torch.float32, torch.float64, torch.bfloat16):
             raise Refusal(

@@ -1,4 +1,4 @@
-"""Routing: calls that move rows of a tensor to where an index says."""
+"""Routing: calls that move rows of a tensor to where an index says, or that count over rows."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +22,10 @@ _INDEXING = {
 _LOOKUPS = {F.embedding, torch.embedding}
 ROUTING = _INDEXING | _LOOKUPS
 """Functions that may move rows."""
+_RUNNING = {
+    torch.cumsum, _T.cumsum, _T.cumsum_, torch.cumprod, _T.cumprod, _T.cumprod_, torch.cummax, _T.cummax,
+    torch.cummin, _T.cummin,
+}  # fmt: skip
 
 
 def moved_dimensions(call: Invocation) -> Iterator[tuple[Tensor, Tensor | None, range]]:
@@ -39,6 +43,18 @@ def moved_dimensions(call: Invocation) -> Iterator[tuple[Tensor, Tensor | None, 
     if isinstance(rows, Tensor):
         for index, dims in _indexed_dimensions(rows.dim(), rest):
             yield rows, index, dims
+
+
+def counted_dimension(call: Invocation) -> int | None:
+    """Return the dimension along which a call counts over the rows of a matrix or more; None if it does not.
+
+    Experts with a capacity number their rows like that, to drop those beyond a limit. A plain list of counts, such as
+    the rows of each expert, is not counted over rows.
+    """
+    if call.function not in _RUNNING or call.tensors[0].dim() < 2 or call.tensors[0].is_floating_point():
+        return None
+    dims = [x for x in call.scalars if isinstance(x, int) and not isinstance(x, bool)]
+    return dims[0] % call.tensors[0].dim() if dims else None
 
 
 def _indexed_dimensions(dim: int, arguments: list[Any]) -> Iterator[tuple[Tensor, range]]:

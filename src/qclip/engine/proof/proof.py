@@ -188,6 +188,8 @@ def _doubt(capture: Capture, used: Sequence[SitePlan | None], ambiguous: Sequenc
     interleaved = any(how is not None and is_interleaved(how.layout) for how in used)
     if capture.routes and (capture.origins.lost or interleaved):
         return f"data decide which rows go where, at {capture.routed_by}"
+    if capture.counted_by:
+        return f"{capture.counted_by} counts over several examples, which mix once a count reaches a limit"
     more = f", and {len(ambiguous) - 1} more" if len(ambiguous) > 1 else ""
     return f"more than one layout fits {ambiguous[0]}{more}" if ambiguous else ""
 

@@ -22,8 +22,8 @@ except ModuleNotFoundError as missing:
     raise ModuleNotFoundError("transformers is not installed; pip install 'qclip[transformers]'") from missing
 
 __all__ = [
-    "FixedLength",
     "PrivateTrainer",
+    "PublicLengths",
     "bucketed_lengths",
     "causal_lm_loss",
     "classification_loss",
@@ -53,8 +53,8 @@ def causal_lm_loss(model: nn.Module, batch: Batch, *, label_smoothing: float = 0
             without any other label has loss 0.
         label_smoothing: The share of the target that is spread over all classes.
     """
-    labels = batch["labels"]
     logits = model(**_without_labels(batch)).logits
+    labels = _behind_prompt(batch["labels"], logits)
     return _mean_over_labels(logits[:, :-1], labels[:, 1:], label_smoothing)
 
 
@@ -128,7 +128,7 @@ def question_answering_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FixedLength:
+class PublicLengths:
     """A collate function that pads or truncates to public lengths; made by `fixed_length` or `bucketed_lengths`."""
 
     pad_id: int
@@ -167,7 +167,7 @@ class FixedLength:
         return F.pad(part[:length], (0, max(length - len(part), 0)), value=padding)
 
 
-def fixed_length(tokenizer_or_pad_id: Any, length: int, *, label_length: int | None = None) -> FixedLength:
+def fixed_length(tokenizer_or_pad_id: Any, length: int, *, label_length: int | None = None) -> PublicLengths:
     """Return a collate function that pads or truncates every example at its end to ``length`` tokens.
 
     >>> batch = fixed_length(0, 4)([[5, 6, 7], [5, 6, 7, 8, 9]])
@@ -200,7 +200,7 @@ def fixed_length(tokenizer_or_pad_id: Any, length: int, *, label_length: int | N
 
 def bucketed_lengths(
     lengths: Sequence[int], tokenizer_or_pad_id: Any = 0, *, label_length: int | None = None
-) -> FixedLength:
+) -> PublicLengths:
     """Return a collate function that pads a batch to the shortest of some public lengths that holds all its texts.
 
     >>> collate = bucketed_lengths([2, 4])
@@ -230,7 +230,7 @@ def bucketed_lengths(
         raise check.Refusal("lengths = [] is empty; pass one number of tokens or several, such as [32, 64, 128]")
     ascending = sorted({check.count("length", each, "it is the number of tokens of every example") for each in lengths})
     label_length = None if label_length is None else check.count("label_length", label_length)
-    return FixedLength(pad_id, tuple(ascending), label_length)
+    return PublicLengths(pad_id, tuple(ascending), label_length)
 
 
 def _tensor(name: str, value: Any) -> Tensor:
@@ -246,8 +246,14 @@ def _without_labels(batch: Batch) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
+def _behind_prompt(labels: Tensor, logits: Tensor) -> Tensor:
+    """Return labels for all positions, [B, T]; those of a prompt that `peft` puts in front do not count."""
+    return F.pad(labels, (max(logits.shape[1] - labels.shape[1], 0), 0), value=IGNORED)
+
+
 def _mean_over_labels(logits: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
     """Return the cross entropy of logits [B, T, V] at labels [B, T], averaged over each example's own labels, [B]."""
+    labels = _behind_prompt(labels, logits)
     scores = logits.float().transpose(1, 2)
     losses = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="none", label_smoothing=label_smoothing)
     return losses.sum(1) / (labels != IGNORED).sum(1).clamp_min(1)
