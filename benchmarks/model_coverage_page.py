@@ -85,12 +85,13 @@ transformers {transformers}, torch {torch}, {date}.
 """
 
 
-def page(rows: Sequence[Row], left_out: Sequence[str] = (), **about: Any) -> str:
+def page(rows: Sequence[Row], left_out: Sequence[str] = (), note: str = "", **about: Any) -> str:
     """Return the page, in Markdown.
 
     Args:
         rows: What was found.
         left_out: The classes that were not run.
+        note: What to say of these.
         about: What the head of the page says: size, exact, transformers, torch, date.
     """
     by_status: dict[str, list[Row]] = {}
@@ -133,6 +134,7 @@ def page(rows: Sequence[Row], left_out: Sequence[str] = (), **about: Any) -> str
         "No tiny model was found, another package is needed, or torch itself cannot train it.",
         _by_reason(unmeasured),
         "## Not run",
+        note if left_out else "",
         ", ".join(left_out) + "." if left_out else "None.",
         "## Exact",
         ", ".join(row.name for row in exact if row not in slow and row not in alone) + ".",
