@@ -218,11 +218,14 @@ def _certificate(record: Record) -> Iterator[str]:
     if certificate is None:
         yield caption(f"There is no certificate: {escape(str(refused))}")
         return
+    mean, _, warning = page.symbols(certificate.mean).partition("; ")
     yield caption(
-        f"A bound on {escape(certificate.mean)}; at 0 the point is stationary. It follows from the thresholds and",
+        f"A bound on {escape(mean)}; at 0 the point is stationary. It follows from the thresholds and",
         "fractions recorded above and from the given smoothness, noise and gap of the problem, and is valid only if",
         f"these are correct. Theorem: {escape(certificate.theorem)} of the theory.",
     )
+    if warning:
+        yield f'<p class="note">{escape(warning[:1].upper() + warning[1:])}.</p>'
     yield page.formula(PLAIN_MEAN if certificate.theorem.startswith("least") else WEIGHTED_MEAN)
     rows = [(name, words.number(getattr(certificate, name)), text) for name, text in TERMS.items()]
     if certificate.this_run is None:
