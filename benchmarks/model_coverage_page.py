@@ -56,7 +56,7 @@ class Row:
     @property
     def is_slow(self) -> bool:
         """Whether an exact class costs many plain steps at every step."""
-        return self.status == "exact" and (self.fifth > SLOW or self.proofs >= self.calls > 0)
+        return self.status == "exact" and (self.fifth > SLOW or "proven at every step" in self.said)
 
     @property
     def needless(self) -> bool:
@@ -78,18 +78,20 @@ Every class of models that transformers' auto classes know, made tiny and clippe
 {size} examples: `make coverage` measures them ([CONTRIBUTING](../CONTRIBUTING.md)) and writes this page. *Exact* means
 that all clipped sums and every norm equal autograd's, one example at a time, with the same random numbers, up to a
 relative error of {exact:g}. Steps are counted in the process time of a plain forward and backward pass of the same tiny
-model: what is measured is overhead, not arithmetic.
+model: what is measured is overhead, not arithmetic. A sweep goes on where it stopped, and rows that a change concerns
+are measured again: rows may be of different commits, and single rows are off where the machine was busy.
 
 transformers {transformers}, torch {torch}, {date}.
 """
 
 
-def page(rows: Sequence[Row], left_out: Sequence[str] = (), **about: Any) -> str:
+def page(rows: Sequence[Row], left_out: Sequence[str] = (), note: str = "", **about: Any) -> str:
     """Return the page, in Markdown.
 
     Args:
         rows: What was found.
         left_out: The classes that were not run.
+        note: What to say of these.
         about: What the head of the page says: size, exact, transformers, torch, date.
     """
     by_status: dict[str, list[Row]] = {}
@@ -132,6 +134,7 @@ def page(rows: Sequence[Row], left_out: Sequence[str] = (), **about: Any) -> str
         "No tiny model was found, another package is needed, or torch itself cannot train it.",
         _by_reason(unmeasured),
         "## Not run",
+        note if left_out else "",
         ", ".join(left_out) + "." if left_out else "None.",
         "## Exact",
         ", ".join(row.name for row in exact if row not in slow and row not in alone) + ".",

@@ -121,6 +121,7 @@ def test_lora(example):
     assert 7.9 < epsilon <= 8
 
 
+@pytest.mark.slow
 def test_char_lstm(example):
     lstm = example("char_lstm")
     accuracy, epsilon = lstm.main(lstm.Settings(steps=25, batch_size=128, width=16, lr=0.03, seed=1))

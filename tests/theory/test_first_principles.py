@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from qclip.theory import (
     Assumptions,
+    bias_floor,
     bound,
     bound_groups,
     bound_private,
@@ -229,6 +230,20 @@ def test_certificate(law, q, tau, gamma, z):
     power = 3 * (z * tau) ** 2
     exact = change_of_loss([law], [tau], gamma, a.L, batch_size=4, noise_power=power, sampling="poisson")
     assert one_step_holds(found, exact, gamma, a, float(np.linalg.norm(law.grad)))
+
+
+@thorough
+@given(case=cases(), q=moments, eta=st.floats(1e-3, 10), L=st.floats(0.1, 10), z=st.floats(0, 4))
+def test_normalized_steps_without_a_condition(case, q, eta, L, z):
+    """docs/theory.md, section 18 (ii), for one step of size eta over the exact quantile."""
+    law, p = case
+    sigma, G, tau, h = law.sigma(q), float(np.linalg.norm(law.grad)), law.quantile(p), 1 - p
+    assume(tau > 1e-6 and sigma > 1e-6)
+    S = 1 / 4 + 3 * z**2 / 16
+    u, s = sigma * h ** (-1 / q), bias_floor(Assumptions(L=L, sigma=sigma, q=q, gap=0), p) ** 0.5
+    exact = change_of_loss([law], [tau], eta / tau, L, batch_size=4, noise_power=3 * (z * tau) ** 2)
+    allowed = -eta * p * G**2 / (G + u) + eta * s * (1 + p * s / (s + u)) + eta**2 * L * (1 + S) / 2
+    assert exact <= allowed + SLACK * (1 + eta * (G + s) + eta**2 * L)
 
 
 def test_printed_theorem_2_fails_from_first_principles():

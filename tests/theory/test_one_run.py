@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy.special import gammaln
 
+from qclip.simulation.problems import Gaussian, HeavyTailedQuadratic
 from qclip.theory import Assumptions, one_run_certificate, weighted_certificate
 from qclip.theory.one_run import REACH, SPREAD, _excess
 
@@ -101,6 +102,17 @@ def test_what_it_depends_on():
     assert total(sampling="iid") <= total()
     assert total(p_lo=0.8) < total()
     assert total() < total(fraction_reach=1.0) < total(fraction_reach=1.0, fraction_noise=0.1)
+
+
+def test_the_example_of_the_documentation():
+    """docs/theory.md, section 17: fifty dimensions, Gaussian noise."""
+    problem = HeavyTailedQuadratic(50, Gaussian(0.1))
+    a, tau = problem.assumptions(np.full(50, 0.3)), float(problem.quantile(problem.minimiser, 0.9))
+    record = 0.0253, np.full(2000, tau), np.full(2000, 0.1)
+    public = {"batch_size": 16, "noise_multiplier": 4, "dim": 50}
+    over_runs = weighted_certificate(a, *record, **public).total
+    found = [one_run_certificate(a, *record, **public, p_lo=p_lo).total for p_lo in (0.0, 0.9)]
+    assert [over_runs, *found] == pytest.approx([0.178, 0.224, 0.196], abs=5e-4)
 
 
 def test_units():

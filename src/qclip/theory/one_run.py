@@ -61,7 +61,7 @@ def one_run_certificate(
         a: The assumptions on the problem, with q = 2.
         gammas: Effective step sizes, [steps] or a number: ``eta / tau_t`` for normalized steps.
         taus: Thresholds, [steps].
-        clipped_fractions: Unbiased estimates of ``P(||g|| > tau_t)``, or of upper bounds on it, [steps].
+        clipped_fractions: Unbiased estimates of ``P(||g|| > tau_t)``, or of other bounds on ``1 - a_t``, [steps].
         batch_size: Expected batch size.
         noise_multiplier: Noise multiplier of the gradient sum.
         dim: Number of parameters.

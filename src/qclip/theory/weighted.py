@@ -41,7 +41,7 @@ def weighted_certificate(
         gammas: Effective step sizes, [steps] or a number: ``eta / tau_t`` for normalized steps. Each is known before
             its step; with momentum ``gamma_t tau_t`` (normalized) or gamma_t (plain) is one number.
         taus: Thresholds, each known before its step, [steps].
-        clipped_fractions: Unbiased estimates of ``P(||g|| > tau_t)``, or of upper bounds on it, [steps].
+        clipped_fractions: Unbiased estimates of ``P(||g|| > tau_t)``, or of other bounds on ``1 - a_t``, [steps].
         batch_size: Expected batch size.
         noise_multiplier: Noise multiplier of the gradient sum.
         dim: Number of parameters.

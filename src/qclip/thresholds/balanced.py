@@ -160,7 +160,7 @@ class BalancedThreshold(Threshold[State]):
         )
 
     def counted(self, state: State, step: int, answer: Answer) -> tuple[Counted, ...]:
-        """Return the sums of the bins beyond tau."""
+        """Return the parts that clipping takes of the bins beyond tau."""
         return tuple(
             LATTICE.counted(group["lowest"], group["tau"], bins, answer.bins_std, _noise_part(answer))
             for group, bins in zip(state, answer.noisy_bins, strict=True)

@@ -112,7 +112,7 @@ class HistogramQuantile(Threshold[State]):
         return tuple(self._read(group, bins)[1] for group, bins in zip(state, answer.noisy_bins, strict=True))
 
     def counted(self, state: State, step: int, answer: Answer) -> tuple[Counted, ...]:
-        """Return the sums of the bins beyond tau."""
+        """Return the parts that clipping takes of the bins beyond tau."""
         return tuple(
             self._lattice.counted(group["lowest"], group["tau"], bins, answer.bins_std)
             for group, bins in zip(state, answer.noisy_bins, strict=True)

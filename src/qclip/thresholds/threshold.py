@@ -121,9 +121,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Counted:
-    """An unbiased estimate of a step's clipped fraction, or of an upper bound on it, with the size of its errors.
+    """An unbiased estimate of an upper bound on what clipping takes, 1 - E min(1, tau/||g||), with its errors.
 
-    A certificate (`qclip.training.certificate`) averages them over the run.
+    The clipped fraction is such a bound; a histogram gives a closer one. A certificate averages them over the run.
     """
 
     clipped: float
@@ -215,9 +215,9 @@ class Threshold(ABC, Generic[S]):
         return ()
 
     def counted(self, state: S, step: int, answer: Answer) -> tuple[Counted, ...]:
-        """Return an unbiased estimate of each group's clipped fraction, or of an upper bound on it.
+        """Return for each group an unbiased estimate of a bound on what clipping takes: the clipped fraction, or less.
 
-        Empty by default: not every threshold counts its clipped examples without a bias.
+        Empty by default: not every threshold counts without a bias.
         """
         return ()
 

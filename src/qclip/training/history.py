@@ -25,7 +25,9 @@ class StepRecord:
     clipped_length: tuple[float, ...] = ()
     """The mean length that clipping takes from a gradient, over the clip norm; empty if not estimated."""
     clipped: tuple[float, ...] = ()
-    """The clipped fraction of each group, or an upper bound on it, counted without a bias; empty if it is not."""
+    """What clipping takes in each group at most, 1 - E min(1, tau/||g||), counted without a bias; empty if it is not.
+
+    The clipped fraction, or less where a histogram says more."""
     clipped_noise: tuple[float, ...] = ()
     """The standard deviation of the noise on each of ``clipped``."""
     clipped_reach: tuple[float, ...] = ()

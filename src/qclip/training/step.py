@@ -70,7 +70,7 @@ class StepRelease:
     noisy_unclipped: tuple[float, ...]
     """The fraction of unclipped examples in each group; empty if the threshold does not estimate it."""
     counted: tuple[Counted, ...]
-    """The clipped fraction of each group, counted without a bias; empty if it is not."""
+    """What clipping takes in each group at most, counted without a bias; empty if it is not counted."""
     clipped_length: tuple[float, ...]
     """The mean length that clipping takes from a gradient, over the clip norm; empty if not estimated."""
     scale: float

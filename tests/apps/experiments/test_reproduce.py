@@ -9,7 +9,9 @@ pytest.importorskip("matplotlib")
 
 from qclip.apps.experiments import reproduce as module
 from qclip.apps.experiments.claim import Effort, Outcome, claim
+from qclip.apps.experiments.formulas import FORMULAS
 from qclip.apps.experiments.reproduce import reproduce, select
+from qclip.apps.report.page import formula, symbols
 
 CHEAP = ("lemma1-proof-step", "term2-direction")
 
@@ -40,7 +42,15 @@ def test_the_report_is_one_self_contained_file(written):
     assert all(link.startswith("#") for link in re.findall(r'href="([^"]*)"', html))
     for row in rows:
         assert f'id="{row.claim.id}"' in html
-        assert row.outcome.measured.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") in html
+        shown = symbols(row.outcome.measured)
+        assert shown.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") in html
+    assert html.count("<math ") == sum(row.claim.id in FORMULAS for row in rows) > 0
+
+
+def test_every_formula_belongs_to_a_claim_and_is_read_whole():
+    assert set(FORMULAS) <= {claim.id for claim in module.CLAIMS}
+    for tex in FORMULAS.values():
+        assert "\\" not in formula(tex)  # a command that was not understood stays as it was
 
 
 def test_nothing_is_left_half_written(written):

@@ -104,10 +104,12 @@ def test_fifty_groups_are_drawn_and_listed(tmp_path):
 
 def test_the_certificate_and_its_refusal(tmp_path):
     terms = Certificate(
-    total=0.6, optimisation=0.3, variance=0.2, bias=0.1, this_run=0.7, confidence=0.95, theorem="that", mean="a mean"
-)  # fmt: skip
+        total=0.6, optimisation=0.3, variance=0.2, bias=0.1, this_run=0.7, confidence=0.95, theorem="that",
+        mean="the mean; sigma^2 stays",
+    )  # fmt: skip
     html = text_of(write_report(made_run(tmp_path / "a", certificate=terms)))
     assert "95% for this run alone" in html
+    assert '<p class="note">σ² stays.</p>' in html.replace("Σ", "σ")
     assert '<td>this run</td><td class="number">0.7</td>' in html
     assert '<td>variance</td><td class="number">0.2</td>' in html
     html = text_of(write_report(made_run(tmp_path / "b", certificate_refused="the steps are > 1/L")))

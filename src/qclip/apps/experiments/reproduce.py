@@ -21,17 +21,24 @@ from qclip import _validate as check
 from qclip._files import replace_text
 from qclip.apps.experiments import (
     additions,
+    balance,
+    certificates,
+    error_feedback,
     figure1,
     fixed_clip,
     floors,
     lemmas,
+    lower_bound,
     privacy,
     rates,
+    remarks,
     theorem1,
     theorem2,
+    time_varying,
     two_point,
 )
 from qclip.apps.experiments.claim import Claim, Effort, Outcome
+from qclip.apps.experiments.formulas import FORMULAS
 from qclip.apps.report import page
 from qclip.apps.report.style import save
 
@@ -49,16 +56,23 @@ CLAIMS: tuple[Claim, ...] = (
     rates.schedule_rate_q15,
     rates.schedule_removes_bias,
     rates.log_factor,
+    time_varying.time_varying_log,
+    remarks.threshold_rises_with_p,
     fixed_clip.fixed_clip_fixed_point,
     fixed_clip.fixed_clip_growing_threshold,
     fixed_clip.fixed_clip_lambda,
     fixed_clip.fixed_clip_vs_quantile,
+    fixed_clip.one_sided_noise,
     two_point.two_point_printed,
     two_point.two_point_actual,
+    remarks.half_clipped,
     privacy.sigma_dp_convention,
     privacy.exact_quantile_not_private,
     theorem2.theorem2_printed,
     theorem2.theorem2_corrected,
+    remarks.batches_shrink_noise,
+    remarks.smaller_p_smaller_steps,
+    remarks.s_from_the_accountant,
     privacy.noise_floor,
     theorem2.sharp_theorem,
     floors.bias_floor_attained,
@@ -66,6 +80,12 @@ CLAIMS: tuple[Claim, ...] = (
     rates.sharp_rate_q15,
     additions.inexact_quantile,
     additions.certificate,
+    certificates.certificate_any_start,
+    certificates.one_run_coverage,
+    certificates.momentum_same_floor,
+    balance.balance_without_moments,
+    lower_bound.lower_bound_probes,
+    error_feedback.error_feedback,
     additions.group_noise_allocation,
     figure1.figure1,
 )
@@ -204,7 +224,8 @@ def _report(rows: list[ClaimResult], quick: bool) -> str:
                 (
                     page.tag(row.outcome.verdict),
                     row.claim.how,
-                    f'<a href="#{row.claim.id}"><code>{row.claim.id}</code></a><br>{escape(row.claim.statement)}',
+                    f'<a href="#{row.claim.id}"><code>{row.claim.id}</code></a><br>'
+                    f"{escape(page.symbols(row.claim.statement))}",
                     escape(row.claim.equation),
                     f"{row.seconds:.1f}",
                 )
@@ -215,12 +236,13 @@ def _report(rows: list[ClaimResult], quick: bool) -> str:
     for row in rows:
         body += [
             f'<h2 id="{row.claim.id}">{page.tag(row.outcome.verdict)} <code>{row.claim.id}</code></h2>',
-            f"<p>{escape(row.claim.statement)}.</p>",
+            f"<p>{escape(page.symbols(row.claim.statement))}.</p>",
+            page.formula(FORMULAS[row.claim.id]) if row.claim.id in FORMULAS else "",
             page.definitions(
                 [
                     ("where", row.claim.equation),
-                    ("expected", row.outcome.expected),
-                    (row.claim.how, row.outcome.measured),
+                    ("expected", page.symbols(row.outcome.expected)),
+                    (row.claim.how, page.symbols(row.outcome.measured)),
                     ("error", row.outcome.error),
                     ("took", f"{row.seconds:.1f} s"),
                 ]

@@ -1,9 +1,18 @@
 """Self-contained HTML pages: no script, no font and no image outside the file."""
 
 import base64
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
+
+from latex2mathml.converter import convert
+
+OPERATORS = {"||": "‖", "grad f": "∇f", "<=": "≤", "->": "→", "^2": "²", "sqrt ": "√"}
+GREEK = {
+    "alpha": "α", "beta": "β", "gamma": "γ", "Gamma": "Γ", "delta": "δ", "epsilon": "ε", "eps": "ε", "theta": "θ",
+    "kappa": "κ", "lambda": "λ", "nu": "ν", "xi": "ξ", "rho": "ρ", "sigma": "σ", "tau": "τ", "psi": "ψ", "omega": "ω",
+}  # fmt: skip
 
 STYLE = """
 :root { color-scheme: light; }
@@ -18,6 +27,7 @@ dl { display: grid; grid-template-columns: 7rem 1fr; gap: .15rem .8rem; margin: 
 dt { color: #55606b; } dd { margin: 0; }
 code { font-size: .88em; background: #f2f4f6; padding: 0 .25em; border-radius: 3px; }
 img { max-width: 100%; margin: .4rem 0; border: 1px solid #eef0f2; }
+div.formula { overflow: auto hidden; margin: .5rem 0; padding: .2rem 0; } div.formula math { font-size: 1.1rem; }
 a { color: #2563a8; text-decoration: none; }
 .tag { display: inline-block; border-radius: 3px; padding: 0 .5em; font-size: .82rem; font-weight: 600; color: #fff; }
 .holds { background: #26774a; } .erratum { background: #a65d15; } .fails { background: #c23b3b; }
@@ -36,6 +46,22 @@ def page(title: str, body: Iterable[str]) -> str:
         f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head>'
         f"<body><main>{''.join(body)}</main></body></html>\n"
     )
+
+
+def formula(tex: str) -> str:
+    """Return a formula as MathML, which browsers draw themselves."""
+    return f'<div class="formula">{convert(tex, display="block")}</div>'
+
+
+def symbols(text: str) -> str:
+    """Return plain text with the names of Greek letters and operators as symbols.
+
+    >>> symbols("||grad f||^2 <= sigma^2 psi_q(p) / p^2, as gamma -> 0")
+    '‖∇f‖² ≤ σ² ψ_q(p) / p², as γ → 0'
+    """
+    for name, symbol in OPERATORS.items():
+        text = text.replace(name, symbol)
+    return re.sub(r"(?<![A-Za-z-])(" + "|".join(GREEK) + r")(?![A-Za-z-])", lambda found: GREEK[found[0]], text)
 
 
 def tag(verdict: str, color: str = "") -> str:

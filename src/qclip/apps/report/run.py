@@ -24,6 +24,10 @@ summary { color: #2563a8; cursor: pointer; } pre { background: #f2f4f6; padding:
 
 SHADED = "Shaded: the steps at which the threshold counts as lost."
 
+WEIGHTED_MEAN = r"\frac{\sum_t \gamma_t a_t \Vert\nabla f(x_t)\Vert^2}{\sum_t \gamma_t a_t}"
+PLAIN_MEAN = r"\frac{\sum_t \gamma_t \Vert\nabla f(x_t)\Vert^2}{\sum_t \gamma_t}"
+"""What a certificate bounds."""
+
 TERMS = {
     "optimisation": "the remaining distance from the start; shrinks with more and larger steps",
     "variance": "the noise of sampling and of privacy; shrinks with larger batches and smaller steps",
@@ -214,14 +218,19 @@ def _certificate(record: Record) -> Iterator[str]:
     if certificate is None:
         yield caption(f"There is no certificate: {escape(str(refused))}")
         return
+    mean, _, warning = page.symbols(certificate.mean).partition("; ")
     yield caption(
-        f"A bound on {escape(certificate.mean)}; at 0 the point is stationary. It follows from the thresholds and",
+        f"A bound on {escape(mean)}; at 0 the point is stationary. It follows from the thresholds and",
         "fractions recorded above and from the given smoothness, noise and gap of the problem, and is valid only if",
         f"these are correct. Theorem: {escape(certificate.theorem)} of the theory.",
     )
+    if warning:
+        yield f'<p class="note">{escape(warning[:1].upper() + warning[1:])}.</p>'
+    yield page.formula(PLAIN_MEAN if certificate.theorem.startswith("least") else WEIGHTED_MEAN)
     rows = [(name, words.number(getattr(certificate, name)), text) for name, text in TERMS.items()]
     if certificate.this_run is None:
-        rows.append(("this run", "none", "no theorem bounds a single run of this kind"))
+        why = "with momentum no theorem bounds a single run; else its steps were too few for their noise"
+        rows.append(("this run", "none", why))
     else:
         chance = f"holds with a probability of {certificate.confidence:.0%} for this run alone"
         rows.append(("this run", words.number(certificate.this_run), chance))

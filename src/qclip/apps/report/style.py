@@ -4,6 +4,7 @@ import io
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -11,6 +12,7 @@ from matplotlib.ticker import NullFormatter
 from PIL import Image
 
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = "#2563a8", "#d9822b", "#2e8b57", "#c23b3b", "#7b5aa6", "#7a7a7a"
+MARKERS, DASHES, DENSE = "os^Dv*Px", ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1))), 40
 CYCLE = (BLUE, ORANGE, GREEN, RED, PURPLE, "#00808a", "#8a6d3b", GREY)
 
 
@@ -38,8 +40,27 @@ def style_axes(axes: Iterable[Axes]) -> None:
         ax.tick_params(labelsize=8)
 
 
+def _tell_apart(ax: Axes) -> None:
+    """Give the labelled lines of axes markers and dashes, so that they are told apart without their colours."""
+    drawn = [line for line in ax.lines if line.get_transform() == ax.transData]  # not the guides of axhline
+    ours = [line for line in drawn if isinstance(line.get_color(), str) and line.get_color() in CYCLE]  # not of a scale
+    lines = [line for line in ours if not str(line.get_label()).startswith("_")]
+    if len(lines) < 2:
+        return
+    for k, line in enumerate(lines):
+        if line.get_linestyle() != "None":
+            line.set_linestyle(DASHES[k % len(DASHES)])
+        if line.get_marker() in ("None", "", "o"):
+            line.set_marker(MARKERS[k % len(MARKERS)])
+            line.set_markersize(4)
+        number = len(np.atleast_1d(np.asarray(line.get_xdata())))
+        if number > DENSE:  # a few markers along the line, not at the same places on all lines
+            line.set_markevery((k * number // (8 * len(lines)), number // 8))
+
+
 def label(ax: Axes, x: str, y: str, title: str = "", *, legend: bool = True) -> None:
-    """Add axis labels, a title and, where lines are labelled, a legend."""
+    """Add axis labels, a title and, where lines are labelled, a legend; call it after drawing."""
+    _tell_apart(ax)
     ax.set_xlabel(x, fontsize=9)
     ax.set_ylabel(y, fontsize=9)
     for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):

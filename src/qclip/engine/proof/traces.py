@@ -15,7 +15,7 @@ from qclip.engine.gradients.sites import output_gradients
 
 _MOST_ELEMENTS: Final = 2**24
 """The most elements that are projected at once."""
-_KEPT: Final = (2**14, 2**20)
+_KEPT: Final = (2**14, 2**16, 2**18, 2**20)
 """Up to which lengths directions are parts of the same ones, which are kept: drawing them takes time."""
 
 _USUAL: Final = Axis(0)
