@@ -409,18 +409,22 @@ class Engine:
 
     def _proven_awake(self, run: "Run", evaluate: Evaluate, batch: Any, kind: Any) -> "tuple[Run, Plan]":
         """Return a forward pass and a plan that is proven on this batch, where a site has its first gradient."""
+        key, sites = self._kind(run, kind), signature(run.capture.sites, run.batch_size)
+        asleep, uses, _ = self._plans.pop(key)
         run = self._again(run, evaluate, batch)
-        asleep, uses, _ = self._plans.pop(self._kind(run, kind))
         names = [str(run.capture.sites[k]) for k in sorted(asleep.silent)]
         run, plan = self._settled(run, evaluate, batch, lambda run: self._plan(run, evaluate, batch, kind))
+        known = self._plans.pop(self._kind(run, kind), None)
+        if signature(run.capture.sites, run.batch_size) != sites:
+            key = self._kind(run, kind)  # else of the first run: with all parameters in place fewer calls are made
         if plan.silent & asleep.silent:  # perturbed parameters hide it
             self.proofs += 1
             prover, hidden = Prover(self, run, evaluate, batch), plan
             plan = deterministically(self.device, lambda: prover.prove_at_rest(hidden))
-            key = self._kind(run, kind)
-            if key in self._plans:
-                _, new_uses, snapshot = self._plans[key]
-                self._plans[key] = plan, max(uses, new_uses), snapshot  # else the next proof would hide it again
+            if known is not None:
+                known = plan, max(uses, known[1]), known[2]  # else the next proof would hide it again
+        if known is not None:
+            self._plans[key] = known
         require_owners(Repetition(run.capture, run.losses, random=False), plan)
         self._wakes += 1
         if self._wakes == _WAKES and not self._warned:
