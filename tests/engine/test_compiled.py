@@ -36,6 +36,7 @@ pytestmark = quiet
 
 B = 7
 """More than the kind of batch is proven on."""
+ALONE = "examples are run one at a time"
 ROUTED = "data decide which rows"
 NOT_SHOWN = "could not attribute rows to examples"
 EAGER = {
@@ -44,7 +45,11 @@ EAGER = {
     "embedding-bag-ragged": ROUTED,
     "frozen-times-zero": NOT_SHOWN,
     "executed-checkpointed-dropout": "random numbers of the forward pass",
-    "rows-routed-experts": "examples are run one at a time",
+    "executed-custom-function-of-a-parameter": ALONE,
+    "executed-custom-function-behind-a-layer": ALONE,
+    "executed-custom-function-with-dropout": ALONE,
+    "recurrent-lstm-packed": ALONE,
+    "rows-routed-experts": ALONE,
     "interface-all-labels-ignored": NOT_SHOWN,
     "model-mixture-of-experts": ROUTED,
     "model-vision-language": ROUTED,
