@@ -27,9 +27,10 @@ from qclip._validate import Refusal
 from qclip.engine import Engine
 from qclip.engine import batch as batches
 from qclip.engine.capture import overrides
-from qclip.engine.compiled.driver import PROVEN, Compiled
+from qclip.engine.compiled.driver import Compiled
 from qclip.engine.compiled.rewrites import clip_early
 from qclip.engine.driver import call
+from qclip.engine.proof.few import NUM_PROVEN
 from shards import every, named
 
 pytestmark = quiet
@@ -279,7 +280,7 @@ def signed(x):
 @pytest.mark.parametrize("mixed", [rolled, last_ones, signed])
 def test_models_that_mix_only_in_larger_batches_are_refused(mixed, traced):
     """The proof sees few examples; the traced step is tried on all of them."""
-    count = 2 * PROVEN
+    count = 2 * NUM_PROVEN
     # A bias would be left alone by the sign, and a loss that is linear has the norm of its negative.
     pair = Pair(
         Net(lambda n, x: n.one(mixed(x) if len(x) > 8 else x), one=nn.Linear(D, P, bias=False)),
@@ -423,7 +424,7 @@ def test_a_bad_batch_at_a_proof_keeps_the_step(traced):
     pair, (x, y) = Pair(mlp()), batch(B, D)
     pair.compiled(x, y)
     bad = x.clone()
-    bad[:PROVEN] = torch.nan
+    bad[:NUM_PROVEN] = torch.nan
     assert pair.compiled(bad, y, wait=False).all_finite is not None  # the second use is a proof
     assert pair.compiled(x, y, wait=False).all_finite is not None
 

@@ -32,6 +32,7 @@ from qclip.engine.compiled.rewrites import is_random
 from qclip.engine.driver import Choice, Engine
 from qclip.engine.gradients import clipping
 from qclip.engine.gradients.plan import Plan
+from qclip.engine.proof.few import NUM_PROVEN
 from qclip.engine.proof.proof import PROOFS
 from qclip.engine.randomness import RandomState
 from qclip.engine.result import ClippedGradients
@@ -39,8 +40,6 @@ from qclip.engine.torch_settings import determinism_level, tf32_settings
 
 MODES: Final = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """The modes of `torch.compile`; "reduce-overhead" and "max-autotune" replay CUDA graphs."""
-PROVEN: Final = 5
-"""On how many examples a kind of batch is proven: few, to be fast, and no multiple or divisor of usual lengths."""
 MOST_KINDS: Final = 16
 """For how many kinds of batches steps are compiled."""
 UNPROVEN: Final = (
@@ -268,7 +267,7 @@ class Compiled:
         An ``earlier`` step is returned if the proof leads to the same plan.
         """
         batch_size = len(is_counted)
-        num_proven = min(batch_size, PROVEN)
+        num_proven = min(batch_size, NUM_PROVEN)
         few = batches.select(batch, slice(num_proven), batch_size)
         run, plan = self.engine.prove(evaluate, few, num_proven)
         reason = _obstacle(plan, routes=run.capture.routes)

@@ -67,14 +67,8 @@ def require_separate_halves(
     is_kept[torch.randperm(batch_size, generator=torch.Generator().manual_seed(batch_size))[::2]] = True
     is_kept = is_kept.to(losses.device)
     other_losses, other_norms = observe(batches.select(batch, replacement(is_kept), batch_size))
-    for where, a, b in (
-        ("in their losses", losses[:, None], other_losses[:, None]),
-        (
-            "in their gradients",
-            norms,
-            other_norms,
-        ),
-    ):
+    compared = ("in their losses", losses[:, None], other_losses[:, None]), ("in their gradients", norms, other_norms)
+    for where, a, b in compared:
         apart, scale = (a - b)[is_kept].abs(), (a.abs() + b.abs())[is_kept]
         # A parameter whose gradient is zero but for rounding is held against the whole gradient.
         near = apart <= tolerance * scale + 1e-2 * tolerance * torch.linalg.vector_norm(scale, dim=1, keepdim=True)
